@@ -8,11 +8,26 @@ byte-level BPE trained here on a few sentences; it can encode any text. Everythi
 function of the arguments: two calls give the same bytes.
 """
 
+import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 and 2: padding, start of a turn, end of a turn (and of an answer)."""
@@ -77,7 +92,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 def make_llama(
     directory: Path,
     *,
-    num_layers: int = 6,
+    num_layers: int = 8,
     hidden_size: int = 64,
     vocab_size: int = 512,
     tie: bool = False,
@@ -109,7 +124,179 @@ def make_llama(
     return directory
 
 
-def _save_random(cls: type, config: object, directory: Path, *, dtype: str, seed: int) -> None:
+def make_qwen3(
+    directory: Path,
+    *,
+    num_layers: int = 8,
+    hidden_size: int = 64,
+    vocab_size: int = 512,
+    tie: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Path:
+    """Write a qwen3-shaped verifier: `Qwen3ForCausalLM` (norms on queries and keys), tied."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    _save_random(Qwen3ForCausalLM, config, directory, dtype=dtype, seed=seed)
+    write_tokenizer(directory, vocab_size=vocab_size)
+    return directory
+
+
+def make_kimi(
+    directory: Path,
+    *,
+    num_layers: int = 8,
+    hidden_size: int = 64,
+    vocab_size: int = 512,
+    tie: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Path:
+    """Write a verifier of Kimi-K2.5's shape, as published but tiny.
+
+    `KimiK25ForConditionalGeneration` around a DeepSeek-V3 text model (MLA, experts, YaRN) in
+    `text_config`; keys under `language_model.`; several safetensors files and an index. Of the
+    vision tower only one norm is there: the one whose name a match by suffix takes for the text
+    model's. vLLM runs it with `limit_mm_per_prompt={"vision_chunk": 0}`. The attention widths
+    (latent 512, rotary 64) are real, for vLLM's CPU kernels know no others.
+    """
+    text_config = _kimi_text_config(
+        num_layers=num_layers, hidden_size=hidden_size, vocab_size=vocab_size, tie=tie, dtype=dtype
+    )
+    with tempfile.TemporaryDirectory() as plain:
+        _save_random(
+            DeepseekV3ForCausalLM,
+            DeepseekV3Config(**text_config),
+            Path(plain),
+            dtype=dtype,
+            seed=seed,
+        )
+        weights = load_file(Path(plain) / "model.safetensors")
+    weights = {f"language_model.{key}": tensor for key, tensor in weights.items()}
+    weights["vision_tower.encoder.final_layernorm.weight"] = torch.full(
+        (hidden_size,), 3.0, dtype=getattr(torch, dtype)
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, directory, max_shard_size="1MB")
+    # As published: kimi_k2 is deepseek_v3 by another name.
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": dtype,
+        "image_token_id": vocab_size - 1,
+        "pad_token_id": 0,
+        "projection_hidden_size": 64,
+        "text_config": {**text_config, "model_type": "kimi_k2"},
+        "tie_word_embeddings": tie,
+        "vision_config": {
+            "model_type": "kimi_k25_vision",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+    }
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "pad_token_id": 0})
+    _write_json(directory / "preprocessor_config.json", {"media_proc_cfg": _MEDIA_PROC_CFG})
+    write_tokenizer(directory, vocab_size=vocab_size)
+    return directory
+
+
+_MEDIA_PROC_CFG = {
+    "in_patch_limit": 64,
+    "in_patch_limit_each_frame": 16,
+    "in_patch_limit_video": 64,
+    "patch_size": 14,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_kernel_size": 2,
+    "fixed_output_tokens": None,
+    "patch_limit_on_one_side": 8,
+    "temporal_merge_kernel_size": 4,
+}
+"""Image settings without which vLLM does not start, though no image is ever sent."""
+
+
+def _kimi_text_config(
+    *, num_layers: int, hidden_size: int, vocab_size: int, tie: bool, dtype: str
+) -> dict[str, Any]:
+    """The `text_config` of a tiny Kimi-K2.5, with its real rope."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "moe_intermediate_size": hidden_size // 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "max_position_embeddings": 262144,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "rms_norm_eps": 1e-5,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": tie,
+        "num_nextn_predict_layers": 0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _save_random(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    directory: Path,
+    *,
+    dtype: str,
+    seed: int,
+) -> None:
     """Build `cls(config)` with weights drawn from `seed` and save it in `dtype`.
 
     Norm weights are drawn around 1 instead of being exactly 1, so that leaving one out shows.
