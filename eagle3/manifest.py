@@ -1,0 +1,230 @@
+"""The manifest of an artefact: `data_config.json`, version 2.
+
+A manifest is the commit of its prefix: written last, by exclusive create, never changed. No
+manifest means that the artefact does not exist, whatever objects lie there. For hidden states it
+keeps the ten fields of version 1 under their names and types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from eagle3.errors import ManifestInvalid
+
+MANIFEST_NAME = "data_config.json"
+FORMAT_VERSION = 2
+
+# Where and when work was done does not change what it is: none of these enter the digest.
+# `config` is left out because `identity` stands for the part of it that affects the result.
+_NOT_IN_DIGEST = frozenset(
+    {"created_at", "produced_by", "config", "measured", "model_path", "total_time_seconds"}
+)
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One object of an artefact: its path below the prefix, its bytes, and what it holds."""
+
+    path: str
+    bytes: int
+    sha256: str
+    samples: int = 0
+    tokens: int = 0
+
+
+class InputRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An upstream artefact as it was read: its kind, where it lay, and its content digest."""
+
+    artifact: str
+    url: str
+    digest: str
+
+
+class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of conversations as prepare read it."""
+
+    url: str
+    bytes: int
+    sha256: str
+
+
+class VerifierFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Which verifier the data belongs to, never by path alone.
+
+    `fingerprint` covers config.json, the weight index and the bytes of the three tensors that
+    later stages use. `vocab_size` is the number of rows of lm_head.
+    """
+
+    fingerprint: str
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Fingerprint of the tokenizer's files together with the effective chat template."""
+
+    fingerprint: str
+    size: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prefix holds. Unknown fields are ignored, so that newer writers can be read.
+
+    Attributes:
+        artifact: its kind, a word of `eagle3.stages.ARTIFACT_KINDS`.
+        inputs: input name -> the upstream manifest it was made from.
+        sources: the conversations' files (prepare only).
+        identity: hash of the inputs' digests and of the fields that affect the result.
+        rows_in, rows_kept, rejected: rows_in = rows_kept + the sum of rejected, always.
+        total_samples, total_tokens: sums over `files`.
+        facts: figures particular to the kind, part of the digest.
+        measured: rates and seconds, not part of the digest.
+        layer_ids ... codec: hidden states only; `dtype` is that of the stored states.
+    """
+
+    artifact: str
+    identity: str
+    files: tuple[FileEntry, ...]
+    data_format_version: int = FORMAT_VERSION
+    created_at: str = ""
+    produced_by: dict[str, str] = {}
+    inputs: dict[str, InputRef] = {}
+    sources: tuple[SourceFile, ...] = ()
+    config: dict[str, Any] = {}
+    verifier: VerifierFacts | None = None
+    tokenizer: TokenizerFacts | None = None
+    rows_in: int = 0
+    rows_kept: int = 0
+    rejected: dict[str, int] = {}
+    total_samples: int = 0
+    total_tokens: int = 0
+    facts: dict[str, Any] = {}
+    measured: dict[str, float] = {}
+    # Hidden states: with data_format_version and the two totals, the ten fields of version 1.
+    model_path: str | None = None
+    layer_ids: tuple[int, ...] | None = None
+    max_seq_len: int | None = None
+    tp_size: int | None = None
+    total_time_seconds: float | None = None
+    hidden_size: int | None = None
+    num_layers_captured: int | None = None
+    layer_id_convention: str | None = None
+    final_hidden_state: str | None = None
+    dtype: str | None = None
+    codec: str | None = None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as it lies in a store: indented JSON, keys sorted, a newline at the end.
+
+    The version is always written, although it has a default, since readers of every version
+    look at it first.
+    """
+    record = msgspec.to_builtins(manifest)
+    record["data_format_version"] = manifest.data_format_version
+    plain = msgspec.json.encode(record, order="sorted")
+    return msgspec.json.format(plain, indent=2) + b"\n"
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Read and check a manifest. `where` names it in an error.
+
+    Raises ManifestInvalid for anything that is no whole manifest of this version.
+    """
+    try:
+        head = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ManifestInvalid(
+            where, wanted="a JSON object", found=error, remedy="run the stage that wrote it again"
+        ) from error
+    version = head.get("data_format_version")
+    if version == 1:
+        raise ManifestInvalid(
+            f"{where}: data_format_version",
+            wanted=FORMAT_VERSION,
+            found="1, whose layer ids follow another convention",
+            remedy="extract the hidden states again; version 1 is never read in place",
+        )
+    if version != FORMAT_VERSION:
+        raise ManifestInvalid(
+            f"{where}: data_format_version",
+            wanted=FORMAT_VERSION,
+            found=version,
+            remedy="use the version of eagle3 that wrote it",
+        )
+    try:
+        manifest = msgspec.convert(head, Manifest)
+    except msgspec.ValidationError as error:
+        raise ManifestInvalid(
+            where,
+            wanted="a whole manifest",
+            found=error,
+            remedy="run the stage that wrote it again",
+        ) from error
+    check(manifest, where)
+    return manifest
+
+
+def check(manifest: Manifest, where: str) -> None:
+    """What must hold inside one manifest, whatever its kind. Raises ManifestInvalid."""
+    rejected = sum(manifest.rejected.values())
+    sums = {
+        "rows_in": (manifest.rows_kept + rejected, manifest.rows_in),
+        "total_samples": (sum(f.samples for f in manifest.files), manifest.total_samples),
+        "total_tokens": (sum(f.tokens for f in manifest.files), manifest.total_tokens),
+    }
+    for field, (wanted, found) in sums.items():
+        if wanted != found:
+            raise ManifestInvalid(
+                f"{where}: {field}",
+                wanted=f"{wanted}, the sum of its parts",
+                found=found,
+                remedy="run the stage that wrote it again",
+            )
+    paths = [entry.path for entry in manifest.files]
+    doubled = sorted({path for path in paths if paths.count(path) > 1}) if _repeats(paths) else []
+    unsafe = [path for path in paths if path.startswith("/") or ".." in path.split("/")]
+    if doubled or unsafe or MANIFEST_NAME in paths:
+        raise ManifestInvalid(
+            f"{where}: files",
+            wanted="each object once, below the prefix",
+            found=(doubled + unsafe or [MANIFEST_NAME])[0],
+            remedy="run the stage that wrote it again",
+        )
+
+
+def digest(manifest: Manifest) -> str:
+    """Content digest: sha256 over canonical JSON without times, urls, rates and versions.
+
+    The same work done again, or in another place, has the same digest.
+    """
+    record = {k: v for k, v in msgspec.to_builtins(manifest).items() if k not in _NOT_IN_DIGEST}
+    record["data_format_version"] = manifest.data_format_version
+    for part in [*record.get("inputs", {}).values(), *record.get("sources", ())]:
+        part.pop("url", None)
+    return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()
+
+
+def identity_of(inputs: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """Hash that decides whether work is reused: upstream digests and result-affecting settings.
+
+    Args:
+        inputs: input name -> content digest.
+        settings: field name -> value, JSON-like.
+    """
+    record = {"inputs": dict(inputs), "settings": dict(settings)}
+    return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()
+
+
+def totals(entries: Iterable[FileEntry]) -> tuple[int, int]:
+    """(samples, tokens) over objects."""
+    entries = list(entries)
+    return sum(e.samples for e in entries), sum(e.tokens for e in entries)
+
+
+def _repeats(paths: list[str]) -> bool:
+    return len(set(paths)) != len(paths)

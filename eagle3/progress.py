@@ -1,0 +1,138 @@
+"""What a long step shows: a bar on a terminal, JSON lines elsewhere, and an object for status.
+
+Stage pods have no API token, so each process overwrites `progress/<stage>-<index>.json` in the
+run's store, at most every ten seconds: that object is what a status command reads.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from types import TracebackType
+
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+
+from eagle3.store import Store
+
+_EVERY_SECONDS = 10.0
+
+
+class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one process of a stage is: `rate` in units a second, `seconds_left` an estimate."""
+
+    stage: str
+    index: int
+    step: str
+    unit: str
+    done: int
+    all: int
+    rate: float
+    seconds_left: float | None
+    host: str
+    updated_at: float
+
+
+class Progress:
+    """A long step of a stage, as a context manager.
+
+    >>> with Progress(store, "extract", "capture", total=12, unit="rows") as progress:
+    ...     progress.advance(4)
+
+    Args:
+        store: the run's store, for the progress object.
+        stage: the stage's name.
+        step: what is being done, one or two words.
+        total: how many units in all; those already done are given to `advance` with `resumed`.
+        unit: what is counted.
+        index: which worker of the stage this is.
+    """
+
+    def __init__(
+        self, store: Store, stage: str, step: str, *, total: int, unit: str, index: int = 0
+    ) -> None:
+        self._store = store
+        self._path = f"progress/{stage}-{index}.json"
+        self._stage, self._step, self._unit, self._index = stage, step, unit, index
+        self._total, self._done, self._fresh = total, 0, 0
+        self._started = time.monotonic()
+        self._reported = self._started
+        self._note = ""
+        self._bars: Bars | None = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._bars = Bars(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=Console(stderr=True),
+            )
+            self._bars.start()
+            self._task = self._bars.add_task(
+                f"{self._stage} {self._step}", total=self._total, rate="", note=""
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        if kind is None:
+            self._report()
+
+    def advance(self, count: int = 1, *, resumed: bool = False, note: str = "") -> None:
+        """Count units as done; `resumed` ones, done by an earlier process, count in no rate."""
+        self._done += count
+        self._fresh += 0 if resumed else count
+        self._note = note or self._note
+        if self._bars is not None:
+            self._bars.update(
+                self._task,
+                completed=self._done,
+                rate=f"{self._rate():.1f} {self._unit}/s",
+                note=self._note,
+            )
+        if time.monotonic() - self._reported >= _EVERY_SECONDS:
+            self._report()
+
+    def _rate(self) -> float:
+        return self._fresh / max(time.monotonic() - self._started, 1e-9)
+
+    def _report(self) -> None:
+        self._reported = time.monotonic()
+        rate = self._rate()
+        record = ProgressRecord(
+            stage=self._stage,
+            index=self._index,
+            step=self._step,
+            unit=self._unit,
+            done=self._done,
+            all=self._total,
+            rate=round(rate, 3),
+            seconds_left=round((self._total - self._done) / rate, 1) if rate else None,
+            host=os.environ.get("NODE_NAME") or socket.gethostname(),
+            updated_at=round(time.time(), 3),
+        )
+        line = msgspec.json.encode(record)
+        self._store.write_bytes(self._path, line)
+        if self._bars is None:
+            print(line.decode(), file=sys.stderr, flush=True)

@@ -1,0 +1,367 @@
+"""Object storage: a prefix at any fsspec URL, and the few operations that the stages need.
+
+The only importer of fsspec. What the rest of the package may rely on:
+
+* A write is whole or absent. Bytes are finished before anything is sent, since a file handle
+  of s3fs publishes what it has when an exception closes it.
+* `create_*` is exclusive: of two writers one wins and the other gets FileExistsError. Finding
+  one's own bytes already there is success (a request that was retried after it had worked).
+* Listings and look-ups are never cached: other pods write into the same prefix.
+* A store can be pickled into a spawned process; each process opens its own client, because
+  s3fs refuses to work in a forked one.
+
+Faults of a backend become errors of `eagle3.errors`. A path that is not there stays
+FileNotFoundError, and a path that is taken stays FileExistsError: callers decide what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import posixpath
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from eagle3.errors import (
+    ConfigError,
+    EnvironmentMisconfigured,
+    PermissionRefused,
+    ServiceUnavailable,
+)
+from eagle3.store import local
+
+# s3fs sends If-None-Match for mode="create"; the memory store checks under our lock.
+_EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
+_MEMORY_LOCK = threading.Lock()
+_HASH_CHUNK = 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """One object in a listing: its path below the store's prefix, and its size in bytes."""
+
+    path: str
+    bytes: int
+
+
+class Store:
+    """A prefix in object storage. Paths are relative to it, with forward slashes."""
+
+    def __init__(self, url: str) -> None:
+        """Args: url: any fsspec URL, or a local path. Raises ConfigError for an unknown scheme."""
+        scheme, root = _split_url(url)
+        self.scheme = scheme
+        self._root = root
+        self._clients: dict[int, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """The prefix as a full URL, without a trailing slash."""
+        return f"{self.scheme}://{self._root}"
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"scheme": self.scheme, "root": self._root}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.scheme = state["scheme"]
+        self._root = state["root"]
+        self._clients = {}
+
+    def child(self, name: str) -> Store:
+        """The store of a prefix below this one."""
+        below = Store.__new__(Store)
+        below.__setstate__({"scheme": self.scheme, "root": self._path(name)})
+        below._clients = self._clients
+        return below
+
+    def local_path(self, path: str = "") -> Path | None:
+        """Where the path lies on this machine, or None in any other kind of store."""
+        return Path(self._path(path)) if self.scheme == "file" else None
+
+    def read_bytes(self, path: str) -> bytes:
+        """The whole object. Raises FileNotFoundError."""
+        with self._translated(path):
+            data: bytes = self._fs.cat_file(self._path(path))
+            return data
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """Bytes start to end (exclusive) by one ranged request. Raises FileNotFoundError."""
+        with self._translated(path):
+            data: bytes = self._fs.cat_file(self._path(path), start=start, end=end)
+            return data
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write or replace an object, whole or not at all."""
+        with self._translated(path):
+            if self.scheme == "file":
+                local.write(Path(self._path(path)), data, exclusive=False)
+            else:
+                self._fs.pipe_file(self._path(path), data)
+
+    def create_bytes(self, path: str, data: bytes) -> None:
+        """Write an object that must not be there yet.
+
+        Raises FileExistsError when another writer was first and its bytes differ.
+        """
+        with self._translated(path):
+            try:
+                self._create(path, data)
+            except FileExistsError:
+                if self.read_bytes(path) != data:
+                    raise
+
+    def create_file(self, source: Path, path: str) -> None:
+        """Upload a finished local file to a path that must not be there yet.
+
+        Raises FileExistsError when another writer was first and its bytes differ.
+        """
+        with self._translated(path):
+            try:
+                self._create_from_file(source, path)
+            except FileExistsError:
+                if self.sha256(path) != sha256_of_file(source):
+                    raise
+
+    def put_file(self, source: Path, path: str) -> None:
+        """Upload a finished local file, replacing what was there."""
+        with self._translated(path):
+            if self.scheme == "file":
+                local.copy(source, Path(self._path(path)), exclusive=False)
+            else:
+                self._fs.put_file(str(source), self._path(path))
+
+    def get_file(self, path: str, target: Path) -> None:
+        """Download an object to a local file, which appears whole. Raises FileNotFoundError."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            with self._translated(path):
+                self._fs.get_file(self._path(path), str(partial))
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def size(self, path: str) -> int:
+        """The object's size in bytes. Raises FileNotFoundError."""
+        with self._translated(path):
+            info = self._fs.info(self._path(path))
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+            return int(info["size"])
+
+    def exists(self, path: str) -> bool:
+        """Whether an object (never a prefix) stands at the path, asked of the backend itself."""
+        try:
+            self.size(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """Every object below a prefix, by path. Empty where there is none."""
+        with self._translated(prefix):
+            try:
+                found = self._fs.find(self._path(prefix), detail=True)
+            except FileNotFoundError:
+                return []
+        start = len(self._fs._strip_protocol(self._root)) + 1
+        infos = (
+            ObjectInfo(path=self._fs._strip_protocol(name)[start:], bytes=int(info["size"]))
+            for name, info in found.items()
+        )
+        whole = (info for info in infos if info.path and not local.is_partial(info.path))
+        return sorted(whole, key=lambda info: info.path)
+
+    def delete(self, path: str) -> None:
+        """Remove one object; nothing happens when it is not there."""
+        with self._translated(path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(path))
+
+    def sha256(self, path: str) -> str:
+        """Hash of the object's bytes, read in ranges so that memory stays small."""
+        digest = hashlib.sha256()
+        total = self.size(path)
+        for start in range(0, total, _HASH_CHUNK):
+            digest.update(self.read_range(path, start, min(start + _HASH_CHUNK, total)))
+        return digest.hexdigest()
+
+    def probe(self) -> None:
+        """Prove that this prefix can be written, read and deleted, before costly work starts.
+
+        A backend whose exclusive create is not known to hold must let only the first of two
+        writers win. Raises PermissionRefused, ServiceUnavailable or EnvironmentMisconfigured.
+        """
+        path = f".probe-{secrets.token_hex(8)}"
+        try:
+            self.create_bytes(path, b"first")
+            if self.read_bytes(path) != b"first":
+                raise EnvironmentMisconfigured(
+                    self.url,
+                    wanted="a store that returns what was written",
+                    found="other bytes",
+                    remedy="use another store",
+                )
+            try:
+                self.create_bytes(path, b"second")
+            except FileExistsError:
+                pass
+            else:
+                raise EnvironmentMisconfigured(
+                    self.url,
+                    wanted="a store where only one of two writers can create an object",
+                    found=f"a backend ({self.scheme}) where both did",
+                    remedy="use file, memory or an S3 store that honours If-None-Match",
+                )
+        finally:
+            self.delete(path)
+
+    def _path(self, path: str) -> str:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise ConfigError(
+                path,
+                wanted="a path below the store's prefix",
+                found="one that leaves it",
+                remedy="name it relative to the prefix",
+            )
+        return posixpath.join(self._root, path) if path else self._root
+
+    @property
+    def _fs(self) -> Any:
+        client = self._clients.get(os.getpid())
+        if client is None:
+            client = self._clients[os.getpid()] = _open_client(self.scheme)
+        return client
+
+    def _create(self, path: str, data: bytes) -> None:
+        if self.scheme == "file":
+            local.write(Path(self._path(path)), data, exclusive=True)
+        elif self.scheme == "memory":
+            with _MEMORY_LOCK:
+                self._fs.pipe_file(self._path(path), data, mode="create")
+        else:
+            with _precondition_as_exists(path):
+                self._fs.pipe_file(self._path(path), data, mode="create")
+
+    def _create_from_file(self, source: Path, path: str) -> None:
+        if self.scheme == "file":
+            local.copy(source, Path(self._path(path)), exclusive=True)
+        elif self.scheme in _EXCLUSIVE_BY_BACKEND:
+            with _precondition_as_exists(path):
+                self._fs.put_file(str(source), self._path(path), mode="create")
+        else:
+            self._create(path, source.read_bytes())
+
+    @contextlib.contextmanager
+    def _translated(self, path: str) -> Iterator[None]:
+        """Turn a backend's own exceptions into errors that say what to do."""
+        where = f"{self.url}/{path}" if path else self.url
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except (PermissionError, NoCredentialsError) as error:
+            raise PermissionRefused(
+                where,
+                wanted="credentials that may use it",
+                found=_first_line(error),
+                remedy="check the key, its rights on this prefix, and this machine's clock",
+            ) from error
+        except (BotoCoreError, ClientError, ConnectionError, TimeoutError) as error:
+            raise ServiceUnavailable(
+                where,
+                wanted="an answer from the object store",
+                found=_first_line(error),
+                remedy="check the endpoint (AWS_ENDPOINT_URL) and try again",
+            ) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise EnvironmentMisconfigured(
+                    where,
+                    wanted="room to write",
+                    found=_first_line(error),
+                    remedy="free space there or name another store",
+                ) from error
+            raise ServiceUnavailable(
+                where,
+                wanted="an answer from the object store",
+                found=_first_line(error),
+                remedy="check that the bucket or folder exists and try again",
+            ) from error
+
+
+def open_store(url: str) -> Store:
+    """The store at an fsspec URL or a local path. Raises ConfigError for an unknown scheme."""
+    return Store(url)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hash of a local file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    if "://" not in url:
+        return "file", str(Path(url).expanduser().absolute())
+    parts = urlsplit(url)
+    known = set(fsspec.available_protocols())
+    if parts.scheme not in known:
+        raise ConfigError(
+            url,
+            wanted="a URL with a scheme that fsspec knows, such as file:// or s3://",
+            found=f"{parts.scheme}://",
+            remedy="correct the scheme",
+        )
+    rest = url.split("://", 1)[1].rstrip("/")
+    if parts.scheme in ("file", "local"):
+        return "file", "/" + rest.lstrip("/")
+    if not rest:
+        raise ConfigError(
+            url, wanted="a bucket or a prefix", found="nothing", remedy="name one after ://"
+        )
+    return parts.scheme, rest
+
+
+def _open_client(scheme: str) -> Any:
+    """A client of its own for this process, with every cache off."""
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme in _EXCLUSIVE_BY_BACKEND:
+        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 6}}
+    try:
+        return fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        raise EnvironmentMisconfigured(
+            f"{scheme}://",
+            wanted="the package that serves this scheme",
+            found=_first_line(error),
+            remedy="install it beside eagle3",
+        ) from error
+
+
+@contextlib.contextmanager
+def _precondition_as_exists(path: str) -> Iterator[None]:
+    """Other servers than AWS answer the same 412 as OSError(EINVAL)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EINVAL and "ondition" in str(error):
+            raise FileExistsError(path) from error
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,106 @@
+"""Unfinished work of a stage: who owns the prefix, which units are done, how it goes.
+
+Work lies beside the artefacts, never inside them: `work/<stage>/` holds the claim and one record
+per finished unit, `progress/<stage>-<index>.json` what the process reports. A unit is cut from
+the input manifest alone, so every worker and every restart cuts the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from eagle3.errors import IdentityConflict, ManifestInvalid
+from eagle3.manifest import FileEntry, identity_of
+from eagle3.store import Store
+
+
+class UnitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished unit: the object it wrote, and its part of the manifest's counts.
+
+    Attributes:
+        unit: its number, from 0.
+        file: the object written; None when every row was rejected.
+        token_counts: supervised tokens of the unit, token id -> count, where the stage counts.
+        measured: seconds and the like, summed over units; never part of a digest.
+    """
+
+    unit: int
+    rows_in: int
+    rows_kept: int
+    file: FileEntry | None = None
+    rejected: dict[str, int] = {}
+    facts: dict[str, int] = {}
+    token_counts: dict[int, int] = {}
+    measured: dict[str, float] = {}
+
+
+class Work:
+    """The claim and the unit records of one stage in a run's store."""
+
+    def __init__(self, run: Store, stage: str) -> None:
+        self._store = run.child(f"work/{stage}")
+        self._stage = stage
+
+    def claim(self, inputs: dict[str, str], settings: dict[str, Any]) -> str:
+        """Take the stage's prefix for these inputs and settings, or find it taken by the same.
+
+        Args:
+            inputs: input name -> content digest.
+            settings: result-affecting settings, nested mappings allowed.
+
+        Returns the identity. Raises IdentityConflict naming the first field that differs.
+        """
+        record = {"inputs": inputs, "settings": settings}
+        data = msgspec.json.encode(record, order="sorted")
+        try:
+            self._store.create_bytes("claim.json", data)
+        except FileExistsError:
+            self._refuse(record, msgspec.json.decode(self._store.read_bytes("claim.json")))
+        return identity_of(inputs, settings)
+
+    def finished(self) -> dict[int, UnitRecord]:
+        """The units that are done, by number."""
+        records: dict[int, UnitRecord] = {}
+        for info in self._store.list("units"):
+            where = f"{self._store.url}/{info.path}"
+            try:
+                record = msgspec.json.decode(self._store.read_bytes(info.path), type=UnitRecord)
+            except msgspec.DecodeError as error:
+                raise ManifestInvalid(
+                    where, wanted="a unit record", found=error, remedy="delete it and run again"
+                ) from error
+            records[record.unit] = record
+        return records
+
+    def record(self, record: UnitRecord) -> UnitRecord:
+        """Mark a unit done. Where another worker was first, its record stands and is returned."""
+        path = f"units/{record.unit:06d}.json"
+        try:
+            self._store.create_bytes(path, msgspec.json.encode(record, order="sorted"))
+        except FileExistsError:
+            return msgspec.json.decode(self._store.read_bytes(path), type=UnitRecord)
+        return record
+
+    def _refuse(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        mine, standing = _flat(ours), _flat(theirs)
+        for field in sorted(mine.keys() | standing.keys()):
+            if mine.get(field) != standing.get(field):
+                name = field.removeprefix("settings.")
+                raise IdentityConflict(
+                    f"{self._stage}: {name}",
+                    wanted=f"{standing.get(field)}, with which this prefix was begun",
+                    found=mine.get(field),
+                    remedy="set it back, or give the new run a --store prefix of its own",
+                )
+
+
+def _flat(value: Any, where: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted field names, so that two claims compare field by field."""
+    if not isinstance(value, dict) or not value:
+        return {where: value}
+    fields: dict[str, Any] = {}
+    for key, below in value.items():
+        fields.update(_flat(below, f"{where}.{key}" if where else str(key)))
+    return fields

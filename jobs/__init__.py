@@ -1,0 +1,1 @@
+"""The stories: one module per stage, run as `python -m jobs.<stage> --config FILE`."""

