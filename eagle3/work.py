@@ -17,11 +17,11 @@ from eagle3.store import Store
 
 
 class UnitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished unit: the object it wrote, and its part of the manifest's counts.
+    """A finished unit: the objects it wrote, and its part of the manifest's counts.
 
     Attributes:
         unit: its number, from 0.
-        file: the object written; None when every row was rejected.
+        files: the objects written; none when every row was rejected.
         token_counts: supervised tokens of the unit, token id -> count, where the stage counts.
         measured: seconds and the like, summed over units; never part of a digest.
     """
@@ -29,7 +29,7 @@ class UnitRecord(msgspec.Struct, frozen=True, kw_only=True):
     unit: int
     rows_in: int
     rows_kept: int
-    file: FileEntry | None = None
+    files: tuple[FileEntry, ...] = ()
     rejected: dict[str, int] = {}
     facts: dict[str, int] = {}
     token_counts: dict[int, int] = {}
