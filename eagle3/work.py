@@ -74,11 +74,16 @@ class Work:
             records[record.unit] = record
         return records
 
+    def is_finished(self, unit: int) -> bool:
+        """Whether a unit's record is there by now, by one request."""
+        return self._store.exists(f"units/{unit:06d}.json")
+
     def record(self, record: UnitRecord) -> UnitRecord:
         """Mark a unit done. Where another worker was first, its record stands and is returned."""
         path = f"units/{record.unit:06d}.json"
         try:
-            self._store.create_bytes(path, msgspec.json.encode(record, order="sorted"))
+            plain = msgspec.to_builtins(record, str_keys=True)
+            self._store.create_bytes(path, msgspec.json.encode(plain, order="sorted"))
         except FileExistsError:
             return msgspec.json.decode(self._store.read_bytes(path), type=UnitRecord)
         return record

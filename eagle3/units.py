@@ -1,0 +1,156 @@
+"""Work units: cutting an input into them, sharing them out, and merging what they left behind.
+
+A unit is cut from the input's manifest alone, so every worker and every restart cuts the same
+ones and names its objects the same way. Merging is a pure function of the unit records: whoever
+sees the last unit done may do it, and any number of workers doing it get the same manifest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from eagle3.errors import ManifestInvalid
+from eagle3.manifest import FileEntry, Manifest
+from eagle3.work import UnitRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Rows `start` to `stop` (exclusive) of one object of the input."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Consecutive rows of the input, which may come from several of its objects."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of the input it covers."""
+        return sum(span.stop - span.start for span in self.spans)
+
+
+def cut_units(files: Iterable[FileEntry], unit_rows: int) -> tuple[Unit, ...]:
+    """Cut the rows of an artefact, in the order of its manifest, into units of `unit_rows`.
+
+    The last unit may be smaller. Objects without samples are passed over.
+    """
+    units: list[Unit] = []
+    spans: list[Span] = []
+    room = unit_rows
+    for entry in files:
+        start = 0
+        while start < entry.samples:
+            stop = min(entry.samples, start + room)
+            spans.append(Span(path=entry.path, start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                units.append(Unit(number=len(units), spans=tuple(spans)))
+                spans, room = [], unit_rows
+    if spans:
+        units.append(Unit(number=len(units), spans=tuple(spans)))
+    return tuple(units)
+
+
+def open_units(
+    units: Sequence[Unit], is_finished: Callable[[int], bool], worker: int
+) -> Iterator[Unit]:
+    """The units that are still to be done, in this worker's order, each asked for just before.
+
+    Worker 0 takes the natural order. Others take a random order of their own, seeded by their
+    index, so that workers who know nothing of each other seldom meet in one unit; where they do,
+    the first record stands.
+
+    Args:
+        is_finished: whether a unit's record is there by now.
+        worker: the index of this worker.
+    """
+    order = list(units)
+    if worker:
+        random.Random(worker).shuffle(order)
+    for unit in order:
+        if not is_finished(unit.number):
+            yield unit
+
+
+def merge(
+    kind: str, identity: str, units: Sequence[Unit], records: Mapping[int, UnitRecord]
+) -> Manifest:
+    """The manifest that the records of all units add up to; facts of the kind are still missing.
+
+    Pure, and independent of the order in which units were done. `facts` and `measured` hold the
+    sums over the records' own.
+
+    Raises ManifestInvalid when a unit has no record, when a record is of no unit, or when a
+    record's rows do not add up.
+    """
+    _check_records(kind, units, records)
+    done = [records[unit.number] for unit in units]
+    files = sorted((entry for record in done for entry in record.files), key=lambda f: f.path)
+    return Manifest(
+        artifact=kind,
+        identity=identity,
+        files=tuple(files),
+        rows_in=sum(record.rows_in for record in done),
+        rows_kept=sum(record.rows_kept for record in done),
+        rejected=_sum(record.rejected for record in done),
+        total_samples=sum(entry.samples for entry in files),
+        total_tokens=sum(entry.tokens for entry in files),
+        facts=_sum(record.facts for record in done),
+        measured=_sum_floats(record.measured for record in done),
+    )
+
+
+def merge_token_counts(records: Iterable[UnitRecord]) -> dict[int, int]:
+    """Supervised tokens of all units: token id -> count, ids ascending."""
+    counts: Counter[int] = Counter()
+    for record in records:
+        counts.update(record.token_counts)
+    return {token: counts[token] for token in sorted(counts)}
+
+
+def _check_records(kind: str, units: Sequence[Unit], records: Mapping[int, UnitRecord]) -> None:
+    numbers = {unit.number for unit in units}
+    if numbers != set(records):
+        missing, strange = sorted(numbers - set(records)), sorted(set(records) - numbers)
+        raise ManifestInvalid(
+            f"work/{kind}/units",
+            wanted=f"one record for each of {len(units)} units",
+            found=f"none for {missing[:3]}" if missing else f"records of no unit, {strange[:3]}",
+            remedy="run the stage again" if missing else "give the run a prefix of its own",
+        )
+    for unit in units:
+        record = records[unit.number]
+        rejected = sum(record.rejected.values())
+        if record.rows_in != record.rows_kept + rejected or record.rows_in > unit.num_rows:
+            raise ManifestInvalid(
+                f"work/{kind}/units/{unit.number:06d}.json",
+                wanted=f"rows_in = rows_kept + rejected, of {unit.num_rows} rows",
+                found=f"{record.rows_in}, {record.rows_kept} and {rejected}",
+                remedy="delete it and its objects, and run the stage again",
+            )
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return {key: total[key] for key in sorted(total)}
+
+
+def _sum_floats(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0.0) + value
+    return {key: total[key] for key in sorted(total)}
