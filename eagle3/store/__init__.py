@@ -17,28 +17,20 @@ FileNotFoundError, and a path that is taken stays FileExistsError: callers decid
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import posixpath
 import secrets
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from eagle3.errors import (
-    ConfigError,
-    EnvironmentMisconfigured,
-    PermissionRefused,
-    ServiceUnavailable,
-)
-from eagle3.store import local
+from eagle3.errors import ConfigError, EnvironmentMisconfigured
+from eagle3.store import faults, local
 
 # s3fs sends If-None-Match for mode="create"; the memory store checks under our lock.
 _EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
@@ -98,14 +90,22 @@ class Store:
             return data
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
-        """Bytes start to end (exclusive) by one ranged request. Raises FileNotFoundError."""
+        """Bytes start to end (exclusive) by one ranged request; fewer where the object ends first.
+
+        Raises FileNotFoundError.
+        """
         with self._translated(path):
-            data: bytes = self._fs.cat_file(self._path(path), start=start, end=end)
+            try:
+                data: bytes = self._fs.cat_file(self._path(path), start=start, end=end)
+            except OSError as error:
+                if not faults.is_range_past_end(error):
+                    raise
+                return b""
             return data
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write or replace an object, whole or not at all."""
-        with self._translated(path):
+        with self._translated(path, writing=True):
             if self.scheme == "file":
                 local.write(Path(self._path(path)), data, exclusive=False)
             else:
@@ -116,7 +116,7 @@ class Store:
 
         Raises FileExistsError when another writer was first and its bytes differ.
         """
-        with self._translated(path):
+        with self._translated(path, writing=True):
             try:
                 self._create(path, data)
             except FileExistsError:
@@ -128,7 +128,7 @@ class Store:
 
         Raises FileExistsError when another writer was first and its bytes differ.
         """
-        with self._translated(path):
+        with self._translated(path, writing=True):
             try:
                 self._create_from_file(source, path)
             except FileExistsError:
@@ -137,7 +137,7 @@ class Store:
 
     def put_file(self, source: Path, path: str) -> None:
         """Upload a finished local file, replacing what was there."""
-        with self._translated(path):
+        with self._translated(path, writing=True):
             if self.scheme == "file":
                 local.copy(source, Path(self._path(path)), exclusive=False)
             else:
@@ -252,54 +252,23 @@ class Store:
             with _MEMORY_LOCK:
                 self._fs.pipe_file(self._path(path), data, mode="create")
         else:
-            with _precondition_as_exists(path):
+            with faults.refused_precondition_is_exists(path):
                 self._fs.pipe_file(self._path(path), data, mode="create")
 
     def _create_from_file(self, source: Path, path: str) -> None:
         if self.scheme == "file":
             local.copy(source, Path(self._path(path)), exclusive=True)
         elif self.scheme in _EXCLUSIVE_BY_BACKEND:
-            with _precondition_as_exists(path):
+            with faults.refused_precondition_is_exists(path):
                 self._fs.put_file(str(source), self._path(path), mode="create")
         else:
             self._create(path, source.read_bytes())
 
-    @contextlib.contextmanager
-    def _translated(self, path: str) -> Iterator[None]:
-        """Turn a backend's own exceptions into errors that say what to do."""
+    def _translated(
+        self, path: str, *, writing: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         where = f"{self.url}/{path}" if path else self.url
-        try:
-            yield
-        except (FileNotFoundError, FileExistsError):
-            raise
-        except (PermissionError, NoCredentialsError) as error:
-            raise PermissionRefused(
-                where,
-                wanted="credentials that may use it",
-                found=_first_line(error),
-                remedy="check the key, its rights on this prefix, and this machine's clock",
-            ) from error
-        except (BotoCoreError, ClientError, ConnectionError, TimeoutError) as error:
-            raise ServiceUnavailable(
-                where,
-                wanted="an answer from the object store",
-                found=_first_line(error),
-                remedy="check the endpoint (AWS_ENDPOINT_URL) and try again",
-            ) from error
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise EnvironmentMisconfigured(
-                    where,
-                    wanted="room to write",
-                    found=_first_line(error),
-                    remedy="free space there or name another store",
-                ) from error
-            raise ServiceUnavailable(
-                where,
-                wanted="an answer from the object store",
-                found=_first_line(error),
-                remedy="check that the bucket or folder exists and try again",
-            ) from error
+        return faults.translated(where, writing=writing)
 
 
 def open_store(url: str) -> Store:
@@ -346,22 +315,6 @@ def _open_client(scheme: str) -> Any:
         raise EnvironmentMisconfigured(
             f"{scheme}://",
             wanted="the package that serves this scheme",
-            found=_first_line(error),
+            found=faults.first_line(error),
             remedy="install it beside eagle3",
         ) from error
-
-
-@contextlib.contextmanager
-def _precondition_as_exists(path: str) -> Iterator[None]:
-    """Other servers than AWS answer the same 412 as OSError(EINVAL)."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.EINVAL and "ondition" in str(error):
-            raise FileExistsError(path) from error
-        raise
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

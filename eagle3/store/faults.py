@@ -1,0 +1,102 @@
+"""A backend's own exceptions, turned into errors that say what to do.
+
+botocore and s3fs raise a dozen kinds for "no", "away" and "not so"; this module is the one place
+that knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from eagle3.errors import (
+    ConfigError,
+    EnvironmentMisconfigured,
+    PermissionRefused,
+    ServiceUnavailable,
+)
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@contextlib.contextmanager
+def translated(where: str, *, writing: bool = False) -> Iterator[None]:
+    """Turn what a backend raises inside the block into errors of ours.
+
+    FileExistsError passes, and so does FileNotFoundError unless `writing`: a write that finds
+    no place means that the bucket itself is not there.
+    """
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except FileNotFoundError as error:
+        if not writing:
+            raise
+        raise ConfigError(
+            where,
+            wanted="a bucket that exists",
+            found=first_line(error),
+            remedy="create the bucket, or correct the URL",
+        ) from error
+    except (NotADirectoryError, IsADirectoryError) as error:
+        raise ConfigError(
+            where,
+            wanted="a folder where a prefix is named, a file where an object is",
+            found=first_line(error),
+            remedy="correct the path",
+        ) from error
+    except (PermissionError, NoCredentialsError) as error:
+        raise PermissionRefused(
+            where,
+            wanted="credentials that may use it",
+            found=first_line(error),
+            remedy="check the key, its rights on this prefix, and this machine's clock",
+        ) from error
+    except ValueError as error:
+        # botocore's word for a URL that it cannot use; nothing else here raises it.
+        raise EnvironmentMisconfigured(
+            where,
+            wanted="an endpoint such as https://host:port in AWS_ENDPOINT_URL",
+            found=first_line(error),
+            remedy="correct the variable",
+        ) from error
+    except (BotoCoreError, ClientError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise EnvironmentMisconfigured(
+                where,
+                wanted="room to write",
+                found=first_line(error),
+                remedy="free space there or name another store",
+            ) from error
+        raise ServiceUnavailable(
+            where,
+            wanted="an answer from the object store",
+            found=first_line(error),
+            remedy="check the endpoint (AWS_ENDPOINT_URL) and the bucket, and try again",
+        ) from error
+
+
+@contextlib.contextmanager
+def refused_precondition_is_exists(path: str) -> Iterator[None]:
+    """Other servers than AWS answer "it is there already" (412) as OSError(EINVAL)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EINVAL and "ondition" in str(error):
+            raise FileExistsError(path) from error
+        raise
+
+
+def is_range_past_end(error: OSError) -> bool:
+    """Whether S3 refused a range that begins at or after the object's end (416)."""
+    return error.errno == errno.EINVAL and "range" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's kind and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
