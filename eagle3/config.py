@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from eagle3 import strict_yaml
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGES
 
@@ -219,12 +220,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def load_config(path: Path) -> RunConfig:
     """Read a run's YAML file. Raises ConfigError in one sentence for anything wrong in it."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = strict_yaml.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             str(path),
             wanted="a readable YAML file",
-            found=" ".join(str(error).split()),
+            found=strict_yaml.problem(error),
             remedy="name the run's configuration with --config",
         ) from error
     return parse_config(raw)
