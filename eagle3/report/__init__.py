@@ -1,0 +1,116 @@
+"""What an evaluation leaves for people: a table on the terminal, and one self-contained page.
+
+`gather` collects the evidence from the lineage of the draft, `render` turns it into HTML without
+any reference to the outside. Nothing here measures or decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from eagle3.acceptance import Figures
+from eagle3.artifact import Artifact
+from eagle3.errors import ManifestInvalid
+from eagle3.lineage import of_kind, read_lines
+from eagle3.report import chain, content
+from eagle3.report.plots import CoveragePoint, LossPoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything that the page shows.
+
+    Attributes:
+        lineage: the artefacts behind the draft, the conversations first.
+        losses, coverage: curves; empty where their artefact has none.
+        chosen: size and coverage of the draft vocabulary that was taken.
+        verifier: its name where the draft is served.
+    """
+
+    figures: Figures
+    lineage: tuple[Artifact, ...]
+    losses: tuple[LossPoint, ...] = ()
+    coverage: tuple[CoveragePoint, ...] = ()
+    chosen: CoveragePoint | None = None
+    verifier: str = ""
+
+
+def gather(figures: Figures, lineage: Sequence[Artifact], verifier: str) -> Evidence:
+    """The evidence that lies in the artefacts of a lineage. Raises ManifestInvalid."""
+    losses: list[LossPoint] = []
+    for trained in of_kind(lineage, "train"):
+        losses = _losses(read_lines(trained.store, "metrics.jsonl", dict[str, Any]))
+    coverage: list[CoveragePoint] = []
+    chosen = None
+    for vocab in of_kind(lineage, "vocab"):
+        facts = vocab.manifest.facts
+        chosen = CoveragePoint(size=facts["draft_vocab_size"], coverage=facts["coverage"])
+        coverage = _coverage(vocab)
+    return Evidence(
+        figures=figures,
+        lineage=tuple(lineage),
+        losses=tuple(losses),
+        coverage=tuple(coverage),
+        chosen=chosen,
+        verifier=verifier,
+    )
+
+
+def render(evidence: Evidence) -> str:
+    """The page: HTML with its style and its pictures inside. The same evidence, the same bytes."""
+    source = resources.files(__name__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    figures = evidence.figures
+    charts = [content.acceptance_chart(figures)]
+    if evidence.losses:
+        charts.append(content.loss_chart(evidence.losses))
+    if evidence.coverage and evidence.chosen:
+        charts.append(content.coverage_chart(evidence.coverage, evidence.chosen))
+    return environment.from_string(source).render(
+        headline=content.headline(figures),
+        lead=content.lead(figures),
+        verifier=evidence.verifier,
+        tiles=content.tiles(figures),
+        charts=charts,
+        speed=content.speed_table(figures),
+        lossless=content.lossless_text(figures),
+        divergences=content.divergence_table(figures),
+        lineage=chain.chain(evidence.lineage),
+        stages=chain.stage_table(evidence.lineage),
+        footer=chain.footer(evidence.lineage),
+    )
+
+
+def _losses(records: Sequence[Mapping[str, Any]]) -> list[LossPoint]:
+    """The trainer's records as points; a validation stands at the last training step before it."""
+    points: list[LossPoint] = []
+    step = 0
+    for record in records:
+        step = int(record.get("global_step", step))
+        if loss := record.get("train", {}).get("loss"):
+            points.append(LossPoint(step=step, loss=float(loss)))
+        if loss := record.get("val", {}).get("loss_epoch"):
+            points.append(LossPoint(step=step, loss=float(loss), validation=True))
+    return points
+
+
+def _coverage(vocab: Artifact) -> list[CoveragePoint]:
+    where = f"{vocab.store.url}/coverage.json"
+    try:
+        found = json.loads(vocab.store.read_bytes("coverage.json"))
+        return [CoveragePoint(size=size, coverage=share) for size, share in found["curve"]]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise ManifestInvalid(
+            where,
+            wanted="a curve of [size, coverage] pairs",
+            found=error,
+            remedy="run vocab again",
+        ) from error

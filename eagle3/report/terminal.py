@@ -1,0 +1,32 @@
+"""The evaluation as a table on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from eagle3.acceptance import Figures
+from eagle3.report import content
+
+
+def show(figures: Figures, console: Console) -> None:
+    """Print acceptance, speed and whether the output stayed the verifier's own."""
+    console.print(
+        Group(
+            Text(content.headline(figures), style="bold"),
+            Text(content.lead(figures)),
+            _table(content.acceptance_table(figures)),
+            _table(content.speed_table(figures)),
+            Text(content.lossless_text(figures)),
+        )
+    )
+
+
+def _table(source: content.Table) -> Table:
+    table = Table(title=source["caption"], title_justify="left")
+    for place, name in enumerate(source["columns"]):
+        table.add_column(name, justify="right" if place else "left")
+    for row in source["rows"]:
+        table.add_row(*row)
+    return table
