@@ -112,6 +112,19 @@ def read_sample(store: Store, ref: SampleRef, *, finite: bool = False) -> Sample
     return Sample(row=ref.row, input_ids=ids, loss_mask=mask, hidden_states=states)
 
 
+def read_tokens(store: Store, ref: SampleRef) -> TokenRow:
+    """One row's ids and mask by one ranged request for their bytes alone.
+
+    The checksum covers the whole sample, so it is `read_sample` that proves them.
+    """
+    data = store.read_range(ref.path, ref.offset, ref.offset + 16 * ref.num_tokens)
+    if len(data) != 16 * ref.num_tokens:
+        raise _invalid(ref.path, ref.row, f"{16 * ref.num_tokens} bytes", f"{len(data)} bytes")
+    both = torch.frombuffer(bytearray(data), dtype=torch.int64).reshape(2, ref.num_tokens)
+    _check_row(ref.path, ref.row, (both[0], both[1]))
+    return TokenRow(row=ref.row, input_ids=both[0], loss_mask=both[1])
+
+
 def read_rows(store: Store, path: str) -> list[TokenRow]:
     """Every token row of a shard (hidden states are left out), checked. Raises ShardInvalid."""
     data = store.read_bytes(path)
