@@ -1,0 +1,104 @@
+"""The `verifier/` artefact on this machine: what the stages after prepare use."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from eagle3.artifact import Artifact
+from eagle3.errors import ManifestInvalid
+from eagle3.manifest import FileEntry, TokenizerFacts, VerifierFacts
+from eagle3.store import sha256_of_file
+from eagle3.verifier.text_model import (
+    CONFIG_NAME,
+    EMBED_KEY,
+    LM_HEAD_KEY,
+    NORM_KEY,
+    TENSORS_NAME,
+    TextModel,
+    ThreeTensors,
+)
+
+_AGAIN = "run prepare again under a prefix of its own"
+
+
+class LoadedVerifier(TextModel):
+    """A committed `verifier/` artefact. Its tensors are brought here when they are asked for."""
+
+    def __init__(self, artifact: Artifact, scratch: Path, *, trust_remote_code: bool) -> None:
+        """See `load_verifier_artifact`."""
+        self._artifact = artifact
+        self._root = artifact.store.local_path() or scratch / "verifier-artifact"
+        manifest = artifact.manifest
+        if manifest.verifier is None or manifest.tokenizer is None:
+            raise ManifestInvalid(
+                f"{artifact.store.url}: verifier and tokenizer",
+                wanted="both, in the manifest of a verifier artefact",
+                found="one missing",
+                remedy=_AGAIN,
+            )
+        self._facts, self._tokenizer_facts = manifest.verifier, manifest.tokenizer
+        for entry in manifest.files:
+            if entry.path != TENSORS_NAME:
+                self._fetch(entry)
+        config = json.loads((self._root / CONFIG_NAME).read_text(encoding="utf-8"))
+        super().__init__(text_config=config, trust_remote_code=trust_remote_code)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """A local folder with the tokenizer's files and config.json."""
+        return self._root
+
+    @cached_property
+    def folder(self) -> Path:
+        """A local folder with all of the artefact's files: three tensors, not a model."""
+        for entry in self._artifact.manifest.files:
+            if entry.path == TENSORS_NAME:
+                self._fetch(entry)
+        return self._root
+
+    def facts(self) -> VerifierFacts:
+        """As the manifest has them."""
+        return self._facts
+
+    def tokenizer_facts(self) -> TokenizerFacts:
+        """As the manifest has them."""
+        return self._tokenizer_facts
+
+    def three_tensors(self) -> ThreeTensors:
+        """Load the three tensors. Raises ManifestInvalid for bytes that changed."""
+        tensors = load_file(self.folder / TENSORS_NAME)
+        return ThreeTensors(
+            embed=tensors[EMBED_KEY], norm=tensors[NORM_KEY], lm_head=tensors[LM_HEAD_KEY]
+        )
+
+    def _fetch(self, entry: FileEntry) -> None:
+        """Bring one file here, if it is not, and check every byte of it."""
+        store, path = self._artifact.store, self._root / entry.path
+        if store.local_path() is None:
+            store.get_file(entry.path, path)
+        if not path.exists() or sha256_of_file(path) != entry.sha256:
+            raise ManifestInvalid(
+                f"{store.url}/{entry.path}",
+                wanted=f"sha256 {entry.sha256[:16]}, as the manifest says",
+                found="other bytes" if path.exists() else "no object",
+                remedy=_AGAIN,
+            )
+
+
+def load_verifier_artifact(
+    artifact: Artifact, scratch: Path, *, trust_remote_code: bool = False
+) -> LoadedVerifier:
+    """Bring a committed `verifier/` artefact to this machine, every byte checked.
+
+    Args:
+        artifact: as the gate returned it.
+        scratch: where the files are downloaded to when the store is not local.
+        trust_remote_code: as `verifier.trust_remote_code` says, for its tokenizer.
+
+    Raises ManifestInvalid for an object that differs from the manifest.
+    """
+    return LoadedVerifier(artifact, scratch, trust_remote_code=trust_remote_code)

@@ -1,0 +1,200 @@
+"""A verifier as its owner published it: opened, asked, and saved as the `verifier/` artefact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from eagle3.config import VerifierConfig
+from eagle3.errors import VerifierInvalid
+from eagle3.manifest import TokenizerFacts, VerifierFacts
+from eagle3.verifier import tokenizer as tokenizers
+from eagle3.verifier.families import Family, family_of, resolve_text_config
+from eagle3.verifier.files import VerifierFiles, open_files
+from eagle3.verifier.text_model import (
+    CONFIG_NAME,
+    EMBED_KEY,
+    LM_HEAD_KEY,
+    NORM_KEY,
+    TENSORS_NAME,
+    TextModel,
+    ThreeTensors,
+)
+from eagle3.verifier.weights import StoredTensor, Weights
+
+_FLOATS = ("BF16", "F16", "F32")
+
+
+class Verifier(TextModel):
+    """A verifier's files, opened. Nothing of the weights is read before it is asked for."""
+
+    def __init__(self, files: VerifierFiles, *, trust_remote_code: bool) -> None:
+        """Raises VerifierInvalid for an unknown family or a broken layout."""
+        self.files = files
+        config = files.read_json(CONFIG_NAME)
+        where = f"{files.where}/{CONFIG_NAME}"
+        self._family: Family = family_of(config, where)
+        super().__init__(
+            text_config=resolve_text_config(config, where), trust_remote_code=trust_remote_code
+        )
+        self._downloads: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def tied(self) -> bool:
+        """Whether lm_head is the embedding."""
+        return bool(self.text_config["tie_word_embeddings"])
+
+    def facts(self) -> VerifierFacts:
+        """Identity of the verifier. Reads the three tensors in pieces, once."""
+        return self._facts
+
+    @cached_property
+    def _facts(self) -> VerifierFacts:
+        digest = hashlib.sha256()
+        for part in (self.files.store.read_bytes(CONFIG_NAME), self._weights.index):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        for tensor in self._stored.values():
+            digest.update(f"{tensor.key} {tensor.dtype} {tensor.shape}".encode())
+            for chunk in self._weights.chunks(tensor):
+                digest.update(chunk)
+        return VerifierFacts(
+            fingerprint=digest.hexdigest(),
+            num_hidden_layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+        )
+
+    def must_be(self, wanted: VerifierFacts) -> None:
+        """Refuse to go on with other weights than those that the data was made for.
+
+        A path or a hub id is no identity: another revision may lie there by now. Raises
+        VerifierInvalid naming the first figure that differs.
+        """
+        found = self.facts()
+        for field in wanted.__struct_fields__:
+            if getattr(found, field) != getattr(wanted, field):
+                raise VerifierInvalid(
+                    f"{self.files.where}: {field}",
+                    wanted=f"{getattr(wanted, field)}, for which the data was prepared",
+                    found=getattr(found, field),
+                    remedy="name the same verifier and revision, or prepare again",
+                )
+
+    def tokenizer_facts(self) -> TokenizerFacts:
+        """Identity of the tokenizer and of the chat template in effect."""
+        return tokenizers.facts_of(self._tokenizer, self.tokenizer_folder)
+
+    def three_tensors(self) -> ThreeTensors:
+        """Read the three tensors. Raises VerifierInvalid where one is missing or misshapen."""
+        loaded = {name: self._weights.load(tensor) for name, tensor in self._stored.items()}
+        return ThreeTensors(
+            embed=loaded["embed"],
+            norm=loaded["norm"],
+            lm_head=loaded["embed"] if self.tied else loaded["lm_head"],
+        )
+
+    def local_folder(self, scratch: Path) -> Path:
+        """The whole model as a local folder, for vLLM; downloaded into `scratch` if it must be."""
+        return self.files.whole_folder(scratch)
+
+    def save_artifact_files(self, folder: Path) -> list[str]:
+        """Write the `verifier/` artefact's files and return their paths below `folder`.
+
+        The three tensors under plain names (lm_head always), the plain text config, the
+        tokenizer's files, and the chat template in effect as a file. The same verifier gives
+        the same bytes.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer, source = self._tokenizer, self.tokenizer_folder
+        for path in sorted(p for p in source.rglob("*") if p.is_file()):
+            name = path.relative_to(source).as_posix()
+            if tokenizers.is_tokenizer_file(name) or name == tokenizers.GENERATION_CONFIG_NAME:
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+        tokenizers.write_effective_template(tokenizer, folder)
+        text = json.dumps(self.text_config, indent=2, sort_keys=True)
+        (folder / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+        three = self.three_tensors()
+        tensors = {EMBED_KEY: three.embed, NORM_KEY: three.norm, LM_HEAD_KEY: three.lm_head}
+        if self.tied:
+            tensors[LM_HEAD_KEY] = three.lm_head.clone()
+        save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
+        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The verifier's own folder where it is local, else a download of the small files."""
+        if (folder := self.files.store.local_path()) is not None:
+            return folder
+        if self._downloads is None:
+            self._downloads = tempfile.TemporaryDirectory(prefix="eagle3-tokenizer-")
+            small = (CONFIG_NAME, tokenizers.GENERATION_CONFIG_NAME)
+            names = [
+                name
+                for name in self.files.names()
+                if tokenizers.is_tokenizer_file(name) or name in small
+            ]
+            self.files.copy(names, Path(self._downloads.name))
+        return Path(self._downloads.name)
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.files)
+
+    @cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        """The tensors that the checkpoint holds, found and checked: lm_head only if untied."""
+        matrix, vector = (self.vocab_size, self.hidden_size), (self.hidden_size,)
+        stored = {
+            "embed": self._found(self._family.embed, matrix),
+            "norm": self._found(self._family.norm, vector),
+        }
+        if not self.tied:
+            stored["lm_head"] = self._found(self._family.lm_head, matrix)
+        return stored
+
+    def _found(self, key: str, shape: tuple[int, ...]) -> StoredTensor:
+        where = f"{self.files.where}: {key}"
+        tensor = self._weights.find(key)
+        if tensor is None:
+            stem = key.removesuffix("weight")
+            beside = sorted(k for k in self._weights.paths if k.startswith(stem))
+            raise VerifierInvalid(
+                where,
+                wanted="this tensor, unquantised",
+                found=f"{beside[0]}, a quantised one" if beside else "no such key",
+                remedy="leave the embedding, the final norm and lm_head out of quantisation"
+                if beside
+                else "complete the checkpoint: nothing is put in its place",
+            )
+        if tensor.dtype not in _FLOATS:
+            raise VerifierInvalid(
+                where,
+                wanted=" or ".join(_FLOATS),
+                found=f"{tensor.dtype}, a quantised type",
+                remedy="leave the embedding, the final norm and lm_head out of quantisation",
+            )
+        if tensor.shape != shape:
+            raise VerifierInvalid(
+                where,
+                wanted=f"shape {list(shape)}, as config.json says",
+                found=list(tensor.shape),
+                remedy="bring the config.json that was published with these weights",
+            )
+        return tensor
+
+
+def open_verifier(config: VerifierConfig) -> Verifier:
+    """Open the verifier that the configuration names.
+
+    Raises ConfigError, VerifierInvalid, PermissionRefused or ServiceUnavailable.
+    """
+    files = open_files(config.source, config.revision)
+    return Verifier(files, trust_remote_code=config.trust_remote_code)
