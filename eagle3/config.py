@@ -156,12 +156,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_steps: Annotated[Count | None, _doc("stop after so many steps")] = None
     learning_rate: Annotated[PositiveFloat, _doc("peak learning rate")] = 1e-4
     optimizer: Annotated[Literal["adamw", "muon"], _doc("optimizer of speculators")] = "muon"
-    scheduler: Annotated[str, _doc("learning-rate schedule of speculators")] = "cosine"
+    scheduler: Annotated[
+        Literal["linear", "cosine", "none"], _doc("learning-rate schedule of speculators")
+    ] = "cosine"
     warmup_share: Annotated[Share, _doc("share of the steps that warm up")] = 0.05
     ttt_steps: Annotated[Count, _doc("training-time-test steps")] = 3
     norm_before_fc: Annotated[bool, _doc("norm the auxiliary states before they are mixed")] = True
     norm_output: Annotated[bool, _doc("norm the state that a step hands to the next")] = True
     validation_share: Annotated[Share, _doc("share of the rows used for validation loss")] = 0.02
+    dtype: Annotated[
+        DType, _doc("type of the activations; weights are float32, checkpoints bfloat16")
+    ] = "bfloat16"
     seed: Annotated[Natural, _doc("seed of weights, order and noise")] = 0
     checkpoints_per_epoch: Annotated[Count, _doc("checkpoints stored", affects=False)] = 1
     num_workers: Annotated[Natural, _doc("loader processes", affects=False)] = 0
