@@ -1,0 +1,41 @@
+# Every target sets the environment up first; see .ci/setup.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+STORE ?= file://$(CURDIR)/runs/demo
+# Workers of vLLM and loaders of the trainer are spawned, and must find the project too.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Recorded in every manifest. A clone that another user owns is still one's own to read.
+export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
+
+.PHONY: help setup demo test check lock bench-extract clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: ## make .venv, the locked environment
+	@bash .ci/setup
+
+demo: setup ## train and measure a draft for SmolLM2-135M on human chats, all stages
+	@$(PYTHON) -m jobs.demo_inputs
+	@.venv/bin/eagle3 run --config docs/examples/demo.yaml --store $(STORE)
+
+test: setup ## every test, as CI runs them
+	@$(PYTHON) -m pytest
+
+check: setup ## lint, types and the tests without engines: the inner loop
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@$(PYTHON) -m pytest -q -m "not engine"
+
+lock: setup ## compile requirements.txt from pyproject.toml
+	@bash .ci/lock
+
+bench-extract: setup ## extraction against plain prefill, into runs/bench/extract.json
+	@$(PYTHON) -m tests.bench.extract
+
+clean: ## remove runs and caches, never the shared environment
+	@rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
