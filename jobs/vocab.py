@@ -1,0 +1,92 @@
+"""vocab: which tokens the draft may propose, from the counts of supervised tokens.
+
+Reads the rows' token counts and the verifier's tokenizer; writes `mapping.safetensors` (t2d and
+d2t) and `coverage.json` (what this and other sizes would cover).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from eagle3.manifest import FileEntry, Manifest
+from eagle3.verifier import load_verifier_artifact
+from eagle3.vocab import (
+    MAPPING_NAME,
+    build_mapping,
+    coverage,
+    coverage_curve,
+    encode,
+    load_counts,
+    mapping_sha256,
+)
+from jobs.process import StageRun, run_stage
+
+COVERAGE_NAME = "coverage.json"
+_SMALLEST_ON_CURVE = 256
+
+
+def story(run: StageRun) -> str:
+    """Build the mapping, check it, write it, commit it."""
+    identity = run.claim()
+    if done := run.committed():
+        return f"already committed, coverage {done.manifest.facts['coverage']:.4f}"
+    source, size = run.inputs["verifier"].manifest, run.config.vocab.draft_vocab_size
+    trusted = run.config.verifier.trust_remote_code
+    with run.scratch() as scratch:
+        verifier = load_verifier_artifact(
+            run.inputs["verifier"], scratch, trust_remote_code=trusted
+        )
+        vocab_size, required_ids = verifier.vocab_size, verifier.required_ids
+    counts = load_counts(run.inputs["rows"], vocab_size=vocab_size)
+    mapping = build_mapping(counts, size, required_ids)
+    covered = coverage(counts, mapping)
+    told = {
+        "draft_vocab_size": size,
+        "vocab_size": vocab_size,
+        "required_ids": len(required_ids),
+        "population": "supervised tokens of the training rows",
+        "supervised_tokens": int(counts.sum()),
+        "distinct_tokens": int(counts.count_nonzero()),
+        "coverage": covered,
+    }
+    curve = coverage_curve(counts, _curve_sizes(size, counts, len(required_ids)), required_ids)
+    objects = {
+        MAPPING_NAME: encode(mapping, required_ids=required_ids),
+        COVERAGE_NAME: json.dumps({**told, "curve": curve}, indent=2).encode() + b"\n",
+    }
+    for path, data in objects.items():
+        run.output().create_bytes(path, data)
+    manifest = Manifest(
+        artifact="vocab",
+        identity=identity,
+        files=tuple(
+            FileEntry(path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for path, data in objects.items()
+        ),
+        verifier=source.verifier,
+        tokenizer=source.tokenizer,
+        facts={**told, "mapping_sha256": mapping_sha256(mapping)},
+    )
+    run.commit(manifest)
+    return f"wrote a draft vocabulary of {size} of {vocab_size} tokens, coverage {covered:.4f}"
+
+
+def _curve_sizes(chosen: int, counts: torch.Tensor, smallest: int) -> list[int]:
+    """Powers of two from 256, the chosen size, and the whole vocabulary, ascending."""
+    vocab_size = counts.numel()
+    powers = {2**k for k in range(vocab_size.bit_length()) if 2**k >= _SMALLEST_ON_CURVE}
+    return sorted(size for size in {*powers, chosen, vocab_size} if size >= smallest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage as this process."""
+    return run_stage("vocab", story, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
