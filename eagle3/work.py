@@ -7,6 +7,7 @@ the input manifest alone, so every worker and every restart cuts the same ones.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -14,6 +15,10 @@ import msgspec
 from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import FileEntry, identity_of
 from eagle3.store import Store
+
+_UNITS = "units"
+# Records are small, and a run may have ten thousand of them: requests at a time.
+_READERS = 16
 
 
 class UnitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,32 +66,40 @@ class Work:
         return identity_of(inputs, settings)
 
     def finished(self) -> dict[int, UnitRecord]:
-        """The units that are done, by number."""
-        records: dict[int, UnitRecord] = {}
-        for info in self._store.list("units"):
-            where = f"{self._store.url}/{info.path}"
-            try:
-                record = msgspec.json.decode(self._store.read_bytes(info.path), type=UnitRecord)
-            except msgspec.DecodeError as error:
-                raise ManifestInvalid(
-                    where, wanted="a unit record", found=error, remedy="delete it and run again"
-                ) from error
-            records[record.unit] = record
-        return records
+        """The records of the units that are done, by number."""
+        paths = [info.path for info in self._store.list(_UNITS)]
+        with ThreadPoolExecutor(_READERS) as readers:
+            return {record.unit: record for record in readers.map(self._read, paths)}
+
+    def finished_units(self) -> frozenset[int]:
+        """The numbers of the units that are done, by one listing."""
+        names = (info.path.rpartition("/")[2] for info in self._store.list(_UNITS))
+        return frozenset(int(name.removesuffix(".json")) for name in names)
 
     def is_finished(self, unit: int) -> bool:
         """Whether a unit's record is there by now, by one request."""
-        return self._store.exists(f"units/{unit:06d}.json")
+        return self._store.exists(_record_path(unit))
 
     def record(self, record: UnitRecord) -> UnitRecord:
         """Mark a unit done. Where another worker was first, its record stands and is returned."""
-        path = f"units/{record.unit:06d}.json"
+        path = _record_path(record.unit)
         try:
             plain = msgspec.to_builtins(record, str_keys=True)
             self._store.create_bytes(path, msgspec.json.encode(plain, order="sorted"))
         except FileExistsError:
-            return msgspec.json.decode(self._store.read_bytes(path), type=UnitRecord)
+            return self._read(path)
         return record
+
+    def _read(self, path: str) -> UnitRecord:
+        try:
+            return msgspec.json.decode(self._store.read_bytes(path), type=UnitRecord)
+        except msgspec.DecodeError as error:
+            raise ManifestInvalid(
+                f"{self._store.url}/{path}",
+                wanted="a unit record",
+                found=error,
+                remedy="delete it and run again",
+            ) from error
 
     def _refuse(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         mine, standing = _flat(ours), _flat(theirs)
@@ -99,6 +112,10 @@ class Work:
                     found=mine.get(field),
                     remedy="set it back, or give the new run a --store prefix of its own",
                 )
+
+
+def _record_path(unit: int) -> str:
+    return f"{_UNITS}/{unit:06d}.json"
 
 
 def _flat(value: Any, where: str = "") -> dict[str, Any]:
