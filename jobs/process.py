@@ -104,6 +104,11 @@ class StageRun:
         """A long step's bar, JSON lines and progress object."""
         return Progress(self.store, self.stage.name, step, total=total, unit=unit, index=self.index)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether SIGTERM has come."""
+        return _stop.is_set()
+
     def check_stop(self) -> None:
         """Raise Stopped when SIGTERM has come. Called where the work so far is saved."""
         if _stop.is_set():
