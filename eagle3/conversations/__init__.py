@@ -1,0 +1,41 @@
+"""Conversations: a row of data to messages, messages to token rows with loss masks.
+
+`reading` reads files, `messages` tells their form and normalises them, `rendering` finds where
+answers begin, `split` keeps prompts away from training, `convert` puts these together for one
+row, `output` and `records` are what lies in a prepare artefact, `tally` counts.
+"""
+
+from eagle3.conversations.convert import Converter, FormOfFile, HeldOut, Kept, outcomes
+from eagle3.conversations.messages import Conversation, Message, Rejected
+from eagle3.conversations.output import TOKEN_COUNTS_NAME, Preparation
+from eagle3.conversations.reading import RawRow, Source
+from eagle3.conversations.records import (
+    HELDOUT_NAME,
+    HeldoutPrompt,
+    RowRecord,
+    read_heldout,
+    read_row_records,
+)
+from eagle3.conversations.rendering import Renderer, RowBuilder
+
+__all__ = [
+    "HELDOUT_NAME",
+    "TOKEN_COUNTS_NAME",
+    "Conversation",
+    "Converter",
+    "FormOfFile",
+    "HeldOut",
+    "HeldoutPrompt",
+    "Kept",
+    "Message",
+    "Preparation",
+    "RawRow",
+    "Rejected",
+    "Renderer",
+    "RowBuilder",
+    "RowRecord",
+    "Source",
+    "outcomes",
+    "read_heldout",
+    "read_row_records",
+]

@@ -1,0 +1,168 @@
+"""A row of data to what prepare keeps of it: token rows, or a held-out prompt, or a reason."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from eagle3.config import PrepareConfig
+from eagle3.conversations import messages as parsing
+from eagle3.conversations.messages import Conversation, Message, Rejected, role_map
+from eagle3.conversations.reading import RawRow, Source
+from eagle3.conversations.rendering import Renderer, RowBuilder
+from eagle3.conversations.split import conversation_id, is_heldout
+from eagle3.errors import ConversationsInvalid
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A usable conversation.
+
+    Attributes:
+        conversation: the id that its first prompt gives it.
+        digest: equal for conversations that are equal throughout.
+    """
+
+    conversation: str
+    digest: bytes
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Outcome):
+    """A conversation to train on.
+
+    Attributes:
+        rows: (input_ids, loss_mask) of each token row.
+        counts: turns, turns_too_long (left out at the end, whole turns only), and
+            rows_too_short (of the conversation's token rows, left out).
+    """
+
+    rows: list[tuple[list[int], list[int]]]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Outcome):
+    """A conversation kept away from training; `messages` end before the first answer."""
+
+    input_ids: list[int]
+
+
+class FormOfFile:
+    """The one form of a file's rows, found in the first row that has any."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._found: tuple[str, int] | None = None
+
+    def check(self, record: Mapping[str, Any], place: int) -> str:
+        """The form of this row. Raises Rejected for none, ConversationsInvalid for a mixture."""
+        forms = parsing.forms_of(record)
+        if not forms:
+            raise Rejected("unknown_form", f"its keys are {', '.join(map(str, record))[:80]}")
+        if self._found is None and len(forms) == 1:
+            self._found = (forms[0], place)
+        if self._found is None or forms != (self._found[0],):
+            wanted = f"{self._found[0]}, as line {self._found[1]}" if self._found else "one form"
+            raise ConversationsInvalid(
+                f"{self._url}:{place}",
+                wanted=wanted,
+                found=" and ".join(forms),
+                remedy="split the file, so that all rows of each have one form",
+            )
+        return forms[0]
+
+
+class Converter:
+    """Rows to outcomes, by one renderer and one configuration. Pure: a row decides its outcome."""
+
+    def __init__(self, renderer: Renderer, config: PrepareConfig) -> None:
+        """Raises ConfigError for a role map that leads nowhere."""
+        self._renderer = renderer
+        self._config = config
+        self._roles = role_map(config.roles)
+
+    def convert(self, raw: RawRow, form: FormOfFile) -> Kept | HeldOut | Rejected:
+        """What becomes of a row. Raises ConversationsInvalid for a file of mixed forms."""
+        try:
+            record = raw.record()
+            found = parsing.parse(record, form.check(record, raw.place), self._roles)
+            name = conversation_id(found.messages)
+            if is_heldout(name, self._config.heldout_share):
+                return self._held_out(found, name)
+            return self._kept(found, name)
+        except Rejected as rejected:
+            return rejected
+
+    def _held_out(self, found: Conversation, name: str) -> HeldOut:
+        prompt = found.messages[: _answers(found.messages)[0]]
+        self._renderer.check_texts(prompt, found.tools)
+        ids = self._renderer.prompt_ids(prompt, found.tools)
+        if len(ids) >= self._config.max_seq_len:
+            raise Rejected("too_long", f"a prompt of {len(ids)} tokens")
+        return HeldOut(
+            conversation=name,
+            digest=_digest(found),
+            messages=prompt,
+            tools=found.tools,
+            input_ids=ids,
+        )
+
+    def _kept(self, found: Conversation, name: str) -> Kept:
+        answers = _answers(found.messages)
+        self._renderer.check_texts(found.messages[: answers[-1] + 1], found.tools)
+        builder = RowBuilder(self._config.max_seq_len)
+        fitting = 0
+        for at in answers:
+            prompt, answer = self._renderer.turn_ids(found.messages[: at + 1], found.tools)
+            if not builder.add_turn(prompt, answer):
+                if fitting == 0:
+                    length = len(prompt) + len(answer)
+                    raise Rejected("too_long", f"{length} tokens to the end of the first answer")
+                break
+            fitting += 1
+        rows = [row for row in builder.rows() if sum(row[1]) >= self._config.min_supervised_tokens]
+        if not rows:
+            raise Rejected("too_few_supervised")
+        return Kept(
+            conversation=name,
+            digest=_digest(found),
+            messages=found.messages,
+            tools=found.tools,
+            rows=rows,
+            counts={
+                "turns": fitting,
+                "turns_too_long": len(answers) - fitting,
+                "rows_too_short": len(builder.rows()) - len(rows),
+            },
+        )
+
+
+def outcomes(
+    converter: Converter, sources: Sequence[Source], num_rows: int
+) -> Iterator[tuple[int, str, Kept | HeldOut | Rejected]]:
+    """(index of the source, file and line, outcome) of each of the first `num_rows` rows."""
+    left = num_rows
+    for index, source in enumerate(sources):
+        form = FormOfFile(source.url)
+        for raw in itertools.islice(source.rows(), left):
+            left -= 1
+            yield index, f"{source.url}:{raw.place}", converter.convert(raw, form)
+
+
+def _answers(messages: list[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _digest(found: Conversation) -> bytes:
+    text = msgspec.json.encode([found.messages, found.tools], order="deterministic")
+    return hashlib.sha256(text).digest()[:_DIGEST_BYTES]

@@ -1,0 +1,192 @@
+"""Conversations as they lie in a store: JSON lines, gzipped or not, and Parquet.
+
+What a file is, is told by its first bytes. Lines are split here and decoded one at a time, with
+no schema inferred: a wrong line is a row that is rejected, and memory holds one line, or one
+batch of a Parquet row group.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+
+from eagle3.conversations.messages import COLUMNS, Rejected
+from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.manifest import SourceFile
+from eagle3.store import Store, open_store
+
+_CHUNK = 8 * 2**20
+_LONGEST_LINE = 64 * 2**20
+_BATCH_ROWS = 256
+_BOM = b"\xef\xbb\xbf"
+_MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRow:
+    """A row as it was read: a line of JSON, or a record of a Parquet file.
+
+    `place` is the line, or the record, counted from 1.
+    """
+
+    place: int
+    value: bytes | dict[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """The row as a record. Raises Rejected."""
+        if isinstance(self.value, dict):
+            return self.value
+        try:
+            found = msgspec.json.decode(self.value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Rejected("not_json", str(error)) from error
+        if not isinstance(found, dict):
+            raise Rejected("not_an_object", type(found).__name__)
+        return found
+
+
+class Source:
+    """One file of conversations.
+
+    Args: url: a path or any fsspec URL.
+
+    Raises ConfigError where no file is, ConversationsInvalid for a format that cannot be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        parent, _, self._name = url.rpartition("/")
+        if not self._name or parent.endswith(":/"):
+            raise ConfigError("prepare.data", wanted="a file", found=url, remedy="name one")
+        root = "/" if url.startswith("/") else "."
+        self._store = open_store(parent or root)
+        self.url = f"{self._store.url}/{self._name}"
+        try:
+            self._size = self._store.size(self._name)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                "prepare.data", wanted="a file of conversations", found=url, remedy="correct it"
+            ) from error
+        head = self._store.read_range(self._name, 0, 4) if self._size else b""
+        self._format = next((f for magic, f in _MAGIC.items() if head.startswith(magic)), "jsonl")
+        if self._format in ("zstd", "bzip2"):
+            raise ConversationsInvalid(
+                self.url,
+                wanted="JSON lines, gzipped or not, or Parquet",
+                found=self._format,
+                remedy="unpack it, or pack it with gzip",
+            )
+
+    def measure(self) -> tuple[SourceFile, int]:
+        """(what the manifest records, how many rows there are), by reading the file once."""
+        if self._format == "parquet":
+            with self._broken_as_invalid():
+                rows = pyarrow.parquet.ParquetFile(self._open()).metadata.num_rows
+            return self._facts(self._store.sha256(self._name)), rows
+        digest = hashlib.sha256()
+        rows = sum(1 for _ in self._lines(digest))
+        return self._facts(digest.hexdigest()), rows
+
+    def rows(self) -> Iterator[RawRow]:
+        """Every row in order. Raises ConversationsInvalid for a file that breaks off."""
+        if self._format == "parquet":
+            yield from self._records()
+        else:
+            yield from self._lines(None)
+
+    def _facts(self, sha256: str) -> SourceFile:
+        return SourceFile(url=self.url, bytes=self._size, sha256=sha256)
+
+    def _open(self, digest: Any = None) -> _RangedFile:
+        return _RangedFile(self._store, self._name, self._size, digest)
+
+    def _lines(self, digest: Any) -> Iterator[RawRow]:
+        raw: io.BufferedIOBase = io.BufferedReader(self._open(digest), _CHUNK)
+        stream = gzip.GzipFile(fileobj=raw) if self._format == "gzip" else raw
+        place = 0
+        with self._broken_as_invalid():
+            while line := stream.readline(_LONGEST_LINE):
+                place += 1
+                if len(line) == _LONGEST_LINE:
+                    raise ConversationsInvalid(
+                        f"{self.url}:{place}",
+                        wanted=f"lines below {_LONGEST_LINE // 2**20} MiB",
+                        found="a longer one",
+                        remedy="write one JSON object a line, not one array of them",
+                    )
+                text = line.removeprefix(_BOM) if place == 1 else line
+                if text.strip():
+                    yield RawRow(place=place, value=text)
+
+    def _records(self) -> Iterator[RawRow]:
+        place = 0
+        with self._broken_as_invalid():
+            table = pyarrow.parquet.ParquetFile(self._open())
+            columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+                for record in batch.to_pylist():
+                    place += 1
+                    yield RawRow(place=place, value=record)
+
+    def _broken_as_invalid(self) -> _BrokenAsInvalid:
+        return _BrokenAsInvalid(self.url)
+
+
+class _BrokenAsInvalid:
+    """Turns what the formats' readers raise on a cut or altered file into one of our errors."""
+
+    _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException)
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, self._BROKEN):
+            raise ConversationsInvalid(
+                self._url,
+                wanted="a whole file",
+                found=" ".join(str(error).split())[:200],
+                remedy="write it again",
+            ) from error
+
+
+class _RangedFile(io.RawIOBase):
+    """A file in a store as Python sees files, read by ranged requests, hashed when asked to."""
+
+    def __init__(self, store: Store, path: str, size: int, digest: Any) -> None:
+        super().__init__()
+        self._store, self._path, self._size, self._digest = store, path, size, digest
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        data = self._store.read_range(self._path, self._at, end) if end > self._at else b""
+        if self._digest is not None:
+            self._digest.update(data)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

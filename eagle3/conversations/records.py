@@ -1,0 +1,75 @@
+"""The JSON lines beside the token shards: the messages that a later stage may need again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from eagle3.conversations.messages import Message
+from eagle3.errors import ManifestInvalid
+from eagle3.store import Store
+
+HELDOUT_NAME = "heldout.jsonl"
+
+
+class RowRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Line i of `rows-N.jsonl` belongs to row i of `rows-N.safetensors`.
+
+    Attributes:
+        row: the row's name.
+        conversation: the id that its first prompt gives it.
+        source: which of the manifest's sources it was read from.
+        messages: the whole conversation, in the line of its first row only; later rows of the
+            same conversation have none, so that nothing meets a conversation twice.
+        tools: the tools that were offered.
+    """
+
+    row: str
+    conversation: str
+    source: int
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class HeldoutPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `heldout.jsonl`: a prompt that no training row begins with.
+
+    Attributes:
+        messages: up to the first answer, without it.
+        input_ids: the same, rendered with the generation prompt.
+    """
+
+    row: str
+    conversation: str
+    messages: list[Message]
+    input_ids: list[int]
+    tools: list[dict[str, Any]] | None = None
+
+
+def encode_lines(records: Iterable[msgspec.Struct]) -> bytes:
+    """One JSON object a line; none give no bytes."""
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+
+
+def read_row_records(store: Store, path: str) -> list[RowRecord]:
+    """The lines beside a token shard. Raises ManifestInvalid for what prepare did not write."""
+    return _read(store, path, RowRecord)
+
+
+def read_heldout(store: Store) -> list[HeldoutPrompt]:
+    """The held-out prompts of a prepare artefact. Raises ManifestInvalid."""
+    return _read(store, HELDOUT_NAME, HeldoutPrompt)
+
+
+def _read(store: Store, path: str, kind: type[Any]) -> list[Any]:
+    try:
+        return msgspec.json.Decoder(kind).decode_lines(store.read_bytes(path))
+    except msgspec.DecodeError as error:
+        raise ManifestInvalid(
+            f"{store.url}/{path}",
+            wanted=f"lines of {kind.__name__}",
+            found=error,
+            remedy="run prepare again under a prefix of its own",
+        ) from error

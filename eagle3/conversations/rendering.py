@@ -1,0 +1,250 @@
+"""Messages to token ids, and where an answer begins in them.
+
+A mask is found by rendering alone: the conversation with the answer must begin with exactly the
+ids of the conversation without it and with the generation prompt, and what follows, to the stop
+token and with it, is what the verifier would have generated. No pattern is looked for in text or
+ids, no character offset is used (some tokenizers have none), and no generation tag (stock
+templates have none).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.conversations.messages import Message, Rejected
+from eagle3.errors import VerifierInvalid
+from eagle3.verifier.tokenizer import special_ids
+
+# What a template's own code raises on messages that it was not written for.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+# How templates are told to prompt without reasoning. Most know none of these.
+_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
+_PROBE_USER: Message = {"role": "user", "content": "probe question"}
+_PROBE_ARGUMENTS = {"probe_key": "probe value"}
+
+
+class Renderer:
+    """A verifier's tokenizer with its chat template, and what has been found out about them.
+
+    Args:
+        tokenizer: one that has been proven (`Verifier.load_tokenizer`).
+        stop_ids: ids that end an answer.
+
+    Raises VerifierInvalid for a template that cannot render one question.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = frozenset(stop_ids)
+        self._switches = self._find_switches()
+        prompt = self._ids([_PROBE_USER], None, prompt=True)
+        special = special_ids(tokenizer)
+        self._marks = frozenset(prompt) & special
+        self._control = _literals(tokenizer, special)
+        self._control_in_answer = _literals(tokenizer, self._marks | self._stops)
+        self._tool_style = self._find_tool_style()
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a history with the generation prompt, as a server sends them to the verifier.
+
+        Raises Rejected where the template refuses these messages.
+        """
+        return self._ids(messages, tools, prompt=True)
+
+    def turn_ids(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], list[int]]:
+        """(prompt, answer) of the last message, an assistant's.
+
+        The answer ends with its stop token. A template that can prompt with and without
+        reasoning has several prompts; the longest that the render begins with is taken, so that
+        nothing is supervised that a prompt supplies.
+
+        Raises Rejected.
+        """
+        whole = self._ids(messages, tools, prompt=False)
+        for switch in self._switches:
+            prompt = self._ids(messages[:-1], tools, prompt=True, **switch)
+            if whole[: len(prompt)] == prompt:
+                return prompt, self._answer(whole[len(prompt) :])
+        raise Rejected("prompt_not_a_prefix", "the render with the answer begins otherwise")
+
+    def check_texts(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
+        """No message may forge a turn, and none may vanish. Raises Rejected.
+
+        A special token that is spelt out in a text would become the token itself. In an answer
+        only those count that mark turns or end them: others may be the verifier's own speech.
+        """
+        if tools and self._control.search(_as_json(tools)):
+            raise Rejected("control_token", "in the tools")
+        for message in messages:
+            pattern = self._control_in_answer if _is_answer(message) else self._control
+            if found := pattern.search(_as_json(message)):
+                raise Rejected("control_token", f"{found[0]} in a {message['role']} message")
+        text = self._render(messages, tools, prompt=False, tokenize=False)
+        assert isinstance(text, str)
+        start = 0
+        for message in messages:
+            wanted = message["content"].strip()
+            if message["role"] == "user":
+                at = text.find(wanted, start)
+                start = at + len(wanted)
+            else:
+                at = text.find(wanted) if message["role"] == "system" else 0
+            if at < 0:
+                raise Rejected("template_drops_turn", f"a {message['role']} message is lost")
+
+    def _answer(self, tail: list[int]) -> list[int]:
+        end = next((i for i, token in enumerate(tail) if token in self._stops), None)
+        if end is None:
+            raise Rejected("no_stop_token", "the template does not end the answer")
+        if end == 0:
+            raise Rejected("empty_answer", "the template renders nothing for it")
+        if tail[0] in self._marks:
+            raise Rejected("role_marker_supervised", "the template has no generation prompt")
+        return tail[: end + 1]
+
+    def _ids(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        prompt: bool,
+        **switch: Any,
+    ) -> list[int]:
+        ids = self._render(messages, tools, prompt=prompt, tokenize=True, **switch)
+        assert isinstance(ids, list), "apply_chat_template was asked for a list of ids"
+        return ids
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        prompt: bool,
+        tokenize: bool,
+        **switch: Any,
+    ) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [self._for_template(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **switch,
+            )
+        except _REFUSALS as error:
+            raise Rejected("template_refused", f"{type(error).__name__}: {error}") from error
+
+    def _for_template(self, message: Message) -> Message:
+        """The message with tool arguments as this template wants them."""
+        if "tool_calls" not in message:
+            return message
+        if self._tool_style is None:
+            raise Rejected("tool_calls_unsupported", "the template does not render them")
+        return _with_arguments(message, as_text=self._tool_style == "text")
+
+    def _find_switches(self) -> list[dict[str, Any]]:
+        """The switches that change the generation prompt, those of the longest prompt first."""
+        prompts: dict[tuple[int, ...], dict[str, Any]] = {}
+        for switch in _SWITCHES:
+            try:
+                ids = self._ids([_PROBE_USER], None, prompt=True, **switch)
+            except Rejected as error:
+                if switch:
+                    continue
+                raise VerifierInvalid(
+                    "chat template",
+                    wanted="one that renders a question",
+                    found=error.detail,
+                    remedy="bring the template that was published with the model",
+                ) from error
+            prompts.setdefault(tuple(ids), switch)
+        return [prompts[ids] for ids in sorted(prompts, key=len, reverse=True)]
+
+    def _find_tool_style(self) -> str | None:
+        """Whether the template takes tool arguments as an object or as JSON text; None: neither.
+
+        Each wrong choice is silent in some template: an object printed as Python prints it, or
+        a text quoted a second time.
+        """
+        call = {"type": "function", "id": "a", "function": {"name": "probe", "arguments": {}}}
+        call["function"] = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for style, spoilt in (("object", "'probe_key'"), ("text", '\\"probe_key')):
+            self._tool_style = style
+            try:
+                text = self._render([_PROBE_USER, answer], None, prompt=False, tokenize=False)
+            except Rejected:
+                continue
+            if "probe_key" in text and spoilt not in text:
+                return style
+        return None
+
+
+class RowBuilder:
+    """Turns of one conversation as token rows.
+
+    Turns share a row as long as the next prompt begins with exactly the ids so far; a new row
+    starts where it does not, as when a template drops earlier reasoning. So every row is what
+    the verifier would have seen.
+
+    Args: max_tokens: longest row; None is no limit.
+    """
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._rows: list[tuple[list[int], list[int]]] = []
+
+    def add_turn(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bool:
+        """Add a prompt (the whole history) and its answer; only the answer is supervised.
+
+        Returns False, and changes nothing, where the row would become too long.
+        """
+        total = len(prompt_ids) + len(answer_ids)
+        if self._max_tokens is not None and total > self._max_tokens:
+            return False
+        ids, mask = self._rows[-1] if self._rows else ([], [])
+        if not self._rows or list(prompt_ids[: len(ids)]) != ids:
+            ids, mask = [], []
+            self._rows.append((ids, mask))
+        mask.extend([0] * (len(prompt_ids) - len(ids)) + [1] * len(answer_ids))
+        ids.extend([*prompt_ids[len(ids) :], *answer_ids])
+        return True
+
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """(input_ids, loss_mask) of each row, in the order of the turns."""
+        return self._rows
+
+
+def _is_answer(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
+
+
+def _with_arguments(message: Message, *, as_text: bool) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if as_text:
+            function["arguments"] = _as_json(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _literals(tokenizer: PreTrainedTokenizerBase, ids: frozenset[int]) -> re.Pattern[str]:
+    """A pattern that finds any of these tokens spelt out; one that finds nothing for none."""
+    tokens = sorted(tokenizer.convert_ids_to_tokens(sorted(ids)), key=lambda token: -len(token))
+    return re.compile("|".join(re.escape(token) for token in tokens) or r"(?!)")

@@ -1,0 +1,97 @@
+"""Counting rows out by reason, and choosing the held-out prompts: small state over all rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from eagle3.conversations.convert import HeldOut
+from eagle3.conversations.messages import Rejected
+from eagle3.conversations.records import HeldoutPrompt
+from eagle3.errors import ConversationsInvalid
+
+# A duplicate or a prompt too many is left out, and yet nothing is wrong with it.
+_NO_FAULTS = frozenset({"duplicate", "heldout_surplus"})
+_EXAMPLES = 3
+_MOST_REASONS = 40
+
+
+class Tally:
+    """Counts of rows in and of rows rejected, by reason, with a few examples of each."""
+
+    def __init__(self) -> None:
+        self.rows_in = 0
+        self.rejected: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = {}
+
+    @property
+    def rows_kept(self) -> int:
+        """rows_in = rows_kept + the sum of rejected, by construction."""
+        return self.rows_in - self.rejected.total()
+
+    def reject(self, rejected: Rejected, where: str) -> None:
+        """Count a row out. `where` is its file and line."""
+        reason = rejected.reason
+        if reason not in self.rejected and len(self.rejected) >= _MOST_REASONS:
+            reason = reason.partition(":")[0]
+        self.rejected[reason] += 1
+        examples = self._examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            detail = " ".join(rejected.detail.split())[:120]
+            examples.append(f"{where} ({detail})" if detail else where)
+
+    def check(self, max_share: float, rows: int) -> None:
+        """Raises ConversationsInvalid when more than this share of all rows is rejected."""
+        faults = sum(n for reason, n in self.rejected.items() if reason not in _NO_FAULTS)
+        if faults <= max_share * rows:
+            return
+        parts = [
+            f"{reason} {count} (as {'; '.join(self._examples[reason])})"
+            for reason, count in self.rejected.most_common()
+            if reason not in _NO_FAULTS
+        ]
+        raise ConversationsInvalid(
+            "prepare.data",
+            wanted=f"at most {max_share:.1%} of {rows} rows rejected",
+            found=f"{faults} rejected: {', '.join(parts)}",
+            remedy="correct these rows or the settings that reject them, "
+            "or raise prepare.max_rejected_share",
+        )
+
+
+class HeldoutPrompts:
+    """The held-out prompts to record: each text once, and at most `limit` of them.
+
+    Where there are more, those with the smallest ids stay, which is a random choice and the
+    same in every run; the order in the files does not matter to it.
+
+    Attributes: offered: how many were offered, repetitions included.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.offered = 0
+        self._limit = limit
+        self._prompts: dict[str, HeldoutPrompt] = {}
+
+    def add(self, held: HeldOut, *, source_row: int) -> None:
+        """Offer a prompt."""
+        self.offered += 1
+        self._prompts.setdefault(
+            held.conversation,
+            HeldoutPrompt(
+                row=f"{source_row:09d}.0",
+                conversation=held.conversation,
+                messages=held.messages,
+                tools=held.tools,
+                input_ids=held.input_ids,
+            ),
+        )
+        if len(self._prompts) >= 2 * self._limit + 100:
+            self._drop()
+
+    def chosen(self) -> list[HeldoutPrompt]:
+        """The recorded prompts, by row."""
+        self._drop()
+        return sorted(self._prompts.values(), key=lambda prompt: prompt.row)
+
+    def _drop(self) -> None:
+        self._prompts = {name: self._prompts[name] for name in sorted(self._prompts)[: self._limit]}

@@ -1,0 +1,102 @@
+"""prepare: conversations to token rows with loss masks, and the verifier's small files.
+
+Commits two artefacts: `verifier/` (three tensors, plain config, tokenizer) and `prepare/` (token
+shards, the messages beside them, held-out prompts, token counts). Run again after a kill it goes
+over the rows again and finds its own objects, byte for byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from eagle3.conversations import Converter, Preparation, Renderer, Source, outcomes
+from eagle3.manifest import FileEntry, Manifest, identity_of
+from eagle3.store import sha256_of_file
+from eagle3.verifier import Verifier, open_verifier
+from jobs.process import StageRun, run_stage
+
+
+def story(run: StageRun) -> str:
+    """Measure the sources, claim, commit the verifier, convert every row, commit the rows."""
+    config = run.config.prepare
+    run.store.probe()
+    sources = [Source(url) for url in config.data]
+    measured = [source.measure() for source in sources]
+    verifier = open_verifier(run.config.verifier)
+    converter = Converter(Renderer(verifier.load_tokenizer(), verifier.stop_ids), config)
+    fingerprints = {
+        "verifier": verifier.facts().fingerprint,
+        "tokenizer": verifier.tokenizer_facts().fingerprint,
+    }
+    data = {f"data.{i}": file.sha256 for i, (file, _) in enumerate(measured)}
+    identity = run.claim(inputs={**fingerprints, **data})
+    if done := run.committed():
+        return f"already committed, {done.manifest.total_samples} rows"
+
+    commit_verifier(run, verifier, identity_of(fingerprints, {}))
+    num_rows = min(sum(rows for _, rows in measured), config.max_conversations or sys.maxsize)
+    manifest = msgspec.structs.replace(
+        convert_rows(run, converter, sources, num_rows=num_rows, vocab_size=verifier.vocab_size),
+        identity=identity,
+        sources=tuple(file for file, _ in measured),
+        verifier=verifier.facts(),
+        tokenizer=verifier.tokenizer_facts(),
+    )
+    run.commit(manifest)
+    return (
+        f"{manifest.total_samples} rows, {manifest.total_tokens} tokens of "
+        f"{manifest.rows_in} conversations, {manifest.facts['heldout_prompts']} prompts held out, "
+        f"{sum(manifest.rejected.values())} rejected"
+    )
+
+
+def commit_verifier(run: StageRun, verifier: Verifier, identity: str) -> None:
+    """Commit what later stages need of the verifier, unless it stands already."""
+    if run.committed("verifier"):
+        return
+    store = run.output("verifier")
+    files = []
+    with run.scratch() as folder:
+        for name in verifier.save_artifact_files(folder):
+            path = folder / name
+            store.create_file(path, name)
+            size = path.stat().st_size
+            files.append(FileEntry(path=name, bytes=size, sha256=sha256_of_file(path)))
+    manifest = Manifest(
+        artifact="verifier",
+        identity=identity,
+        files=tuple(files),
+        verifier=verifier.facts(),
+        tokenizer=verifier.tokenizer_facts(),
+    )
+    run.commit(manifest, "verifier")
+
+
+def convert_rows(
+    run: StageRun,
+    converter: Converter,
+    sources: Sequence[Source],
+    *,
+    num_rows: int,
+    vocab_size: int,
+) -> Manifest:
+    """Convert the first `num_rows` rows and write all objects of `prepare/`."""
+    made = Preparation(run.output(), run.config.prepare, rows=num_rows, vocab_size=vocab_size)
+    with run.progress("convert", total=num_rows, unit="rows") as progress:
+        for source, where, outcome in outcomes(converter, sources, num_rows):
+            run.check_stop()
+            made.take(outcome, where=where, source=source)
+            progress.advance()
+    return made.finish()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage as this process; returns its exit code."""
+    return run_stage("prepare", story, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
