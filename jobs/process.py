@@ -132,6 +132,7 @@ class StageRun:
             produced_by=versions(),
             inputs={name: artifact.ref() for name, artifact in self.inputs.items()},
             config=msgspec.to_builtins(section),
+            measured={"seconds": round(time.monotonic() - self.started, 3), **manifest.measured},
         )
         return artifacts.commit(self.output(kind), whole)
 

@@ -1,0 +1,217 @@
+"""The manifest: what it promises to readers of version 1, what its digest covers, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3.errors import ManifestInvalid
+from eagle3.manifest import (
+    FileEntry,
+    InputRef,
+    Manifest,
+    SourceFile,
+    TokenizerFacts,
+    VerifierFacts,
+    check,
+    decode,
+    digest,
+    encode,
+    identity_of,
+    totals,
+)
+
+VERSION_1 = {
+    "model_path": "/shared/kimi-k2.5-int4",
+    "layer_ids": [2, 30, 58, 60],
+    "max_seq_len": 2048,
+    "tp_size": 8,
+    "total_samples": 10,
+    "total_tokens": 3875,
+    "total_time_seconds": 1.69976,
+    "data_format_version": 1,
+    "hidden_size": 7168,
+    "num_layers_captured": 4,
+}
+
+FILES = (
+    FileEntry(path="hidden-000000.safetensors", bytes=10, sha256="a" * 64, samples=2, tokens=7),
+    FileEntry(path="hidden-000001.safetensors", bytes=11, sha256="b" * 64, samples=1, tokens=5),
+)
+
+MANIFEST = Manifest(
+    artifact="extract",
+    identity="i" * 64,
+    files=FILES,
+    created_at="2026-11-30T12:00:00+00:00",
+    produced_by={"eagle3": "0.1.0"},
+    inputs={"rows": InputRef(artifact="prepare", url="file:///a/prepare", digest="d" * 64)},
+    sources=(SourceFile(url="s3://bucket/chats.jsonl", bytes=4, sha256="c" * 64),),
+    config={"unit_rows": 64},
+    verifier=VerifierFacts(
+        fingerprint="f" * 64, num_hidden_layers=61, hidden_size=7168, vocab_size=163840
+    ),
+    tokenizer=TokenizerFacts(fingerprint="t" * 64, size=163840),
+    rows_in=5,
+    rows_kept=3,
+    rejected={"too_long": 2},
+    total_samples=3,
+    total_tokens=12,
+    measured={"seconds": 1.5},
+    model_path="/shared/kimi-k2.5-int4",
+    layer_ids=(2, 30, 58, 61),
+    max_seq_len=2048,
+    tp_size=8,
+    total_time_seconds=1.5,
+    hidden_size=7168,
+    num_layers_captured=4,
+    layer_id_convention="input_of_layer",
+    final_hidden_state="pre_norm",
+    dtype="bfloat16",
+    codec="none",
+)
+
+
+def changed(**fields: object) -> Manifest:
+    return msgspec.structs.replace(MANIFEST, **fields)
+
+
+def test_a_manifest_reads_back_as_it_was_written():
+    assert decode(encode(MANIFEST), "m") == MANIFEST
+
+
+def test_the_same_manifest_is_the_same_bytes_whatever_the_order_of_its_mappings():
+    counts = {"too_long": 1, "empty": 1}
+    backwards = dict(reversed(counts.items()))
+    assert encode(changed(rejected=counts)) == encode(changed(rejected=backwards))
+
+
+def test_hidden_states_keep_the_ten_fields_of_version_1_with_their_names_and_types():
+    record = json.loads(encode(MANIFEST))
+    for field, value in VERSION_1.items():
+        assert type(record[field]) is type(value), field
+    assert record["data_format_version"] == 2
+
+
+def test_version_1_is_refused_with_the_reason():
+    with pytest.raises(ManifestInvalid, match=r"data_format_version.*another convention") as caught:
+        decode(json.dumps(VERSION_1).encode(), "old/data_config.json")
+    assert caught.value.exit_code == 65
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"artifact": "prepare"}', b'"2"']
+)
+def test_what_is_no_manifest_is_refused(data):
+    with pytest.raises(ManifestInvalid):
+        decode(data, "m")
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", None])
+def test_another_version_is_refused(version):
+    record = json.loads(encode(MANIFEST)) | {"data_format_version": version}
+    with pytest.raises(ManifestInvalid, match="data_format_version"):
+        decode(json.dumps(record).encode(), "m")
+
+
+@pytest.mark.parametrize("field", ["artifact", "identity", "files"])
+def test_a_manifest_without_a_required_field_is_refused_by_its_name(field):
+    record = json.loads(encode(MANIFEST))
+    del record[field]
+    with pytest.raises(ManifestInvalid, match=field):
+        decode(json.dumps(record).encode(), "m")
+
+
+def test_a_field_of_a_newer_writer_is_ignored():
+    record = json.loads(encode(MANIFEST)) | {"colour": "green"}
+    assert decode(json.dumps(record).encode(), "m") == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("rows_in", {"rows_in": 6}),
+        ("rows_in", {"rejected": {"too_long": 1}}),
+        ("total_samples", {"total_samples": 4}),
+        ("total_tokens", {"total_tokens": 11}),
+    ],
+)
+def test_sums_that_do_not_add_up_are_refused_by_field(field, wrong):
+    with pytest.raises(ManifestInvalid, match=field):
+        check(changed(**wrong), "m")
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../other/x", "a/../../x", "data_config.json", FILES[0].path]
+)
+def test_objects_outside_the_prefix_or_named_twice_are_refused(path):
+    entry = FileEntry(path=path, bytes=1, sha256="e" * 64)
+    with pytest.raises(ManifestInvalid, match="files"):
+        check(changed(files=(*FILES, entry)), "m")
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"created_at": "2027-01-01T00:00:00+00:00"},
+        {"produced_by": {"eagle3": "9"}},
+        {"measured": {"seconds": 9.0}},
+        {"total_time_seconds": 9.0},
+        {"model_path": "s3://elsewhere/model"},
+        {"config": {"unit_rows": 1}},
+        {"inputs": {"rows": InputRef(artifact="prepare", url="s3://b/p", digest="d" * 64)}},
+        {"sources": (SourceFile(url="/tmp/chats.jsonl", bytes=4, sha256="c" * 64),)},
+    ],
+    ids=lambda same: next(iter(same)),
+)
+def test_the_same_work_done_elsewhere_has_the_same_digest(same):
+    assert digest(changed(**same)) == digest(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"artifact": "prepare"},
+        {"identity": "j" * 64},
+        {"files": FILES[:1]},
+        {"files": FILES[::-1]},
+        {"inputs": {"rows": InputRef(artifact="prepare", url="file:///a", digest="0" * 64)}},
+        {"sources": (SourceFile(url="s3://bucket/chats.jsonl", bytes=4, sha256="0" * 64),)},
+        {"verifier": None},
+        {"rejected": {"empty": 2}},
+        {"layer_ids": (3, 30, 58, 61)},
+        {"layer_id_convention": "output_of_layer"},
+        {"facts": {"steps": 1}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_other_content_has_another_digest(other):
+    assert digest(changed(**other)) != digest(MANIFEST)
+
+
+def test_the_digest_survives_writing_and_reading():
+    assert digest(decode(encode(MANIFEST), "m")) == digest(MANIFEST)
+
+
+settings = st.dictionaries(
+    st.text(max_size=5), st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5)
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.text(max_size=5)), settings, settings)
+def test_an_identity_is_the_same_exactly_for_the_same_inputs_and_settings(inputs, one, other):
+    def canonical(value: object) -> str:
+        return json.dumps(value, sort_keys=True)
+
+    same = canonical(one) == canonical(other)
+    assert (identity_of(inputs, one) == identity_of(inputs, other)) == same
+    assert identity_of(inputs, dict(reversed(one.items()))) == identity_of(inputs, one)
+
+
+def test_totals_are_sums_over_objects():
+    assert totals(FILES) == (3, 12)
+    assert totals(iter(())) == (0, 0)
