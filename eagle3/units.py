@@ -7,14 +7,22 @@ sees the last unit done may do it, and any number of workers doing it get the sa
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
 
-from eagle3.errors import ManifestInvalid
+from eagle3.errors import ManifestInvalid, ShardInvalid
 from eagle3.manifest import FileEntry, Manifest
+from eagle3.shards import TokenRow, read_rows
+from eagle3.store import Store
 from eagle3.work import UnitRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,110 @@ def open_units(
     for unit in order:
         if not is_finished(unit.number):
             yield unit
+
+
+class UnitReader(Generic[T]):
+    """Reads what the rows of a unit are; the object read last is kept, for the next unit's sake."""
+
+    def __init__(self, read: Callable[[str], Sequence[T]], files: Iterable[FileEntry]) -> None:
+        """Args:
+        read: reads a whole object by the path of its shard, one value a row.
+        files: the manifest's entries, whose counts every object is held against.
+        """
+        self._read = read
+        self._samples = {entry.path: entry.samples for entry in files}
+        self._path = ""
+        self._values: Sequence[T] = ()
+
+    def read(self, unit: Unit) -> list[T]:
+        """One value for each row of the unit, in order. Raises ShardInvalid."""
+        return [
+            value for span in unit.spans for value in self._all(span.path)[span.start : span.stop]
+        ]
+
+    def _all(self, path: str) -> Sequence[T]:
+        if self._path != path:
+            values = self._read(path)
+            if len(values) != self._samples[path]:
+                raise ShardInvalid(
+                    path,
+                    wanted=f"{self._samples[path]} rows, as its manifest says",
+                    found=len(values),
+                    remedy="run the stage that wrote it again under a prefix of its own",
+                )
+            self._path, self._values = path, values
+        return self._values
+
+
+class WrittenUnit(NamedTuple):
+    """A unit's object: its entry, the token rows that it holds, and whether we found it there."""
+
+    entry: FileEntry
+    rows: Sequence[TokenRow]
+    adopted: bool
+
+
+def write_unit(store: Store, path: str, data: bytes, rows: Sequence[TokenRow]) -> WrittenUnit:
+    """Create a unit's shard, or adopt the one that stands there without a record.
+
+    A worker that was killed between the object and its record, or one that is at the same unit,
+    may have left other bytes: an engine on other hardware rounds differently. Those stand, since
+    an object is never replaced, and the record is made from what they hold.
+
+    Args:
+        rows: the token rows that `data` holds.
+
+    Raises ShardInvalid for a standing object that is no shard.
+    """
+    adopted = False
+    try:
+        store.create_bytes(path, data)
+    except FileExistsError:
+        adopted, data, rows = True, store.read_bytes(path), read_rows(store, path)
+    entry = FileEntry(
+        path=path,
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        samples=len(rows),
+        tokens=sum(len(row.input_ids) for row in rows),
+    )
+    return WrittenUnit(entry, rows, adopted)
+
+
+class Writers:
+    """Writes units beside the engine, few at a time, since each holds a unit in memory.
+
+    A context manager: leaving it waits for what was handed over. The first error of a write
+    comes up at the next `submit`, or on leaving.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Args: limit: writes at a time; `submit` waits when they are all busy."""
+        self._limit = limit
+        self._pool = ThreadPoolExecutor(limit)
+        self._running: deque[Future[UnitRecord]] = deque()
+
+    def __enter__(self) -> Writers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=True)
+        if error is None:
+            self._wait_down_to(0)
+
+    def submit(self, write: Callable[[], UnitRecord]) -> None:
+        """Have a unit written and recorded."""
+        self._wait_down_to(self._limit - 1)
+        self._running.append(self._pool.submit(write))
+
+    def _wait_down_to(self, count: int) -> None:
+        while len(self._running) > count:
+            self._running.popleft().result()
 
 
 def merge(
