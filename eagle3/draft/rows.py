@@ -1,0 +1,162 @@
+"""The rows that a training sees: where each lies, and the data set folder that upstream wants.
+
+Upstream reads token ids and masks from a folder written by `datasets`, and asks a hidden-states
+backend for the states of row i. Both come from the same shards, in the order of the manifest, so
+that row i is the same row in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import msgspec
+
+from eagle3.artifact import Artifact
+from eagle3.errors import ConfigError, ManifestInvalid
+from eagle3.shards import SampleRef, ShardReader, TokenRow, read_tokens
+from eagle3.store import Store, open_store
+
+INDEX_NAME = "rows.json"
+# Requests in flight; a request is a few kilobytes.
+_READERS = 16
+_BATCH = 4096
+
+
+class RowIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """Where every row of a training lies: the shards' prefix, and a reference for each row."""
+
+    url: str
+    refs: tuple[SampleRef, ...]
+
+    def open(self) -> Store:
+        """The store that the references are below."""
+        return open_store(self.url)
+
+    def save(self, folder: Path) -> None:
+        """Write it into the data set folder, where the backend of a loader worker finds it."""
+        (folder / INDEX_NAME).write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> RowIndex:
+        """Read what `save` wrote."""
+        return msgspec.json.decode((folder / INDEX_NAME).read_bytes(), type=cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How many rows train; the rest, at the end, only measure the validation loss.
+
+    `ratio` is what upstream is given: int(rows * ratio) is `num_train` in its arithmetic.
+    """
+
+    num_train: int
+    num_validation: int
+    ratio: float
+
+
+def index_rows(states: Artifact) -> RowIndex:
+    """References to every row of an `extract/` artefact, from the shards' headers.
+
+    Raises ShardInvalid, and ManifestInvalid where the shards hold other rows than it says.
+    """
+    files = [entry for entry in states.manifest.files if entry.samples]
+    with ThreadPoolExecutor(_READERS) as pool:
+        shards = list(pool.map(lambda entry: ShardReader(states.store, entry.path).refs(), files))
+    for entry, refs in zip(files, shards, strict=True):
+        found = (len(refs), sum(ref.num_tokens for ref in refs))
+        if found != (entry.samples, entry.tokens):
+            raise ManifestInvalid(
+                f"{states.store.url}/{entry.path}",
+                wanted=f"{entry.samples} samples of {entry.tokens} tokens, as its manifest says",
+                found=f"{found[0]} of {found[1]}",
+                remedy="run extract again under a prefix of its own",
+            )
+    index = RowIndex(url=states.store.url, refs=tuple(ref for refs in shards for ref in refs))
+    names = [ref.row for ref in index.refs]
+    if len(set(names)) != len(names):
+        raise ManifestInvalid(
+            f"{states.store.url}: rows",
+            wanted="each row once",
+            found=f"{len(names) - len(set(names))} rows twice",
+            remedy="run extract again under a prefix of its own",
+        )
+    return index
+
+
+def check_rows(index: RowIndex, *, layers: int, hidden_size: int, total_seq_len: int) -> None:
+    """Every row has the states' shape and fits into a step. Raises ConfigError, ManifestInvalid.
+
+    Upstream cuts a longer row at `total_seq_len` without a word.
+    """
+    for ref in index.refs:
+        if (ref.num_layers, ref.hidden_size) != (layers, hidden_size):
+            raise ManifestInvalid(
+                f"{index.url}/{ref.path}: {ref.row}",
+                wanted=f"hidden states [T, {layers}, {hidden_size}]",
+                found=f"[T, {ref.num_layers}, {ref.hidden_size}]",
+                remedy="run extract again under a prefix of its own",
+            )
+        if ref.num_tokens > total_seq_len:
+            raise ConfigError(
+                "train.total_seq_len",
+                wanted=f"at least {ref.num_tokens}, the tokens of row {ref.row}",
+                found=total_seq_len,
+                remedy="raise it, since longer rows would be cut without a word",
+            )
+
+
+def split_rows(num_rows: int, validation_share: float) -> Split:
+    """Split rows into training and validation: at least one row of each. Raises ConfigError."""
+    num_validation = min(max(round(num_rows * validation_share), 1), num_rows - 1)
+    if num_validation < 1:
+        raise ConfigError(
+            "train: rows",
+            wanted="at least 2, one to train on and one to validate",
+            found=num_rows,
+            remedy="prepare more conversations",
+        )
+    num_train = num_rows - num_validation
+    # In the middle between two counts, so that rounding cannot move the boundary.
+    return Split(
+        num_train=num_train, num_validation=num_validation, ratio=(num_train + 0.5) / num_rows
+    )
+
+
+def save_dataset(index: RowIndex, folder: Path, *, vocab_size: int) -> None:
+    """Write the folder that upstream loads: `input_ids`, `loss_mask` int64 [T], `seq_len`.
+
+    The index goes beside it. Raises ShardInvalid, and ManifestInvalid for a token id that the
+    verifier has no row for.
+    """
+    columns: dict[str, list[object]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
+    store = index.open()
+    for row in _read_all(store, index.refs):
+        largest = int(row.input_ids.max())
+        if largest >= vocab_size:
+            raise ManifestInvalid(
+                f"{index.url}: {row.row}",
+                wanted=f"token ids below {vocab_size}, the rows of the verifier's lm_head",
+                found=largest,
+                remedy="take the hidden states and the verifier from the same run",
+            )
+        columns["input_ids"].append(row.input_ids.numpy())
+        columns["loss_mask"].append(row.loss_mask.numpy())
+        columns["seq_len"].append(len(row.input_ids))
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_dict(columns)
+    data.set_format("torch")
+    data.save_to_disk(str(folder))
+    index.save(folder)
+
+
+def _read_all(store: Store, refs: Sequence[SampleRef]) -> Iterator[TokenRow]:
+    """Ids and masks of every row, in order."""
+    waiting = iter(refs)
+    with ThreadPoolExecutor(_READERS) as pool:
+        while batch := list(islice(waiting, _BATCH)):
+            yield from pool.map(lambda ref: read_tokens(store, ref), batch)

@@ -1,0 +1,122 @@
+"""train: hidden states and a draft vocabulary to a draft, by speculators' own trainer.
+
+On a node with several GPUs it is started as `torchrun --nproc-per-node N -m jobs.train`; then
+the first rank alone writes. Checkpoints go to the store as they are made, and a training that
+was stopped or killed goes on from the newest. Writes `draft/` (the trained draft), `untrained/`
+(the draft before its first step) and `metrics.jsonl` (the curve).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.draft.checkpoints import CURVE_NAME, DRAFT_FILES, UNTRAINED, Checkpoints, Marker
+from eagle3.draft.metrics import CurvePoint, encode_curve
+from eagle3.draft.training import Layout, Ranks, Session, last_validation, lay_out
+from eagle3.errors import DraftInvalid
+from eagle3.manifest import FileEntry, Manifest
+from eagle3.store import Store, sha256_of_file
+from eagle3.verifier import load_verifier_artifact
+from eagle3.vocab import load_mapping
+from jobs.process import StageRun, run_stage
+
+DRAFT = "draft"
+
+
+def story(run: StageRun) -> str:
+    """Lay out what upstream reads, train to the last step, commit the draft."""
+    ranks = Ranks.from_environment()
+    identity = run.claim(settings={"world_size": ranks.world_size})
+    if done := run.committed():
+        return f"already committed, {done.manifest.facts['steps']} steps"
+    states, config = run.inputs["states"], run.config.train
+    checkpoints = Checkpoints(run.store.child(f"work/{run.stage.name}"))
+    with run.scratch() as scratch:
+        verifier = load_verifier_artifact(
+            run.inputs["verifier"],
+            scratch,
+            trust_remote_code=run.config.verifier.trust_remote_code,
+        )
+        mapping = load_mapping(
+            run.inputs["vocab"],
+            vocab_size=verifier.vocab_size,
+            required_ids=verifier.required_ids,
+        )
+        layout = lay_out(config, states, mapping, verifier, scratch, ranks)
+        with run.progress("steps", total=layout.plan.total, unit="steps") as progress:
+            session = Session(layout, checkpoints, lambda: run.stopping, progress)
+            final = session.run(config)
+        if ranks.rank:
+            return f"rank {ranks.rank} done, {layout.plan.total} steps"
+        files = _publish(run.output(), checkpoints, final, session.curve, scratch)
+    run.commit(
+        Manifest(
+            artifact="train",
+            identity=identity,
+            files=files,
+            verifier=states.manifest.verifier,
+            tokenizer=states.manifest.tokenizer,
+            rows_in=states.manifest.total_samples,
+            rows_kept=states.manifest.total_samples,
+            facts=_facts(run, layout, ranks, session.curve),
+            measured={"training_seconds": session.curve[-1].seconds},
+        )
+    )
+    loss = session.curve[-1].loss
+    return f"trained {layout.plan.total} steps on {layout.split.num_train} rows, loss {loss:.3f}"
+
+
+def _facts(run: StageRun, layout: Layout, ranks: Ranks, curve: list[CurvePoint]) -> dict[str, Any]:
+    """What export and the report need to know of the training."""
+    return {
+        "steps": layout.plan.total,
+        "epochs": len(layout.plan.steps_per_epoch),
+        "world_size": ranks.world_size,
+        "train_rows": layout.split.num_train,
+        "validation_rows": layout.split.num_validation,
+        "aux_layer_ids": list(layout.aux_layer_ids),
+        "draft_vocab_size": layout.draft_vocab_size,
+        "mapping_sha256": run.inputs["vocab"].manifest.facts["mapping_sha256"],
+        "layer_config": layout.layer,
+        "norm_before_fc": run.config.train.norm_before_fc,
+        "norm_output": run.config.train.norm_output,
+        **last_validation(curve),
+    }
+
+
+def _publish(
+    output: Store, checkpoints: Checkpoints, final: Marker, curve: list[CurvePoint], scratch: Path
+) -> tuple[FileEntry, ...]:
+    """Put the artefact's objects in place. The prefix is ours by claim, so they may be replaced."""
+    untrained = checkpoints.untrained()
+    if untrained is None:
+        raise DraftInvalid(
+            "work/train/untrained",
+            wanted="the draft before its first step, saved when training began",
+            found="none",
+            remedy="give the run a store prefix of its own and train again",
+        )
+    folder = scratch / "artifact"
+    checkpoints.fetch(final, folder / DRAFT)
+    checkpoints.fetch(untrained, folder / UNTRAINED)
+    (folder / CURVE_NAME).write_bytes(encode_curve(curve))
+    names = [f"{part}/{name}" for part in (DRAFT, UNTRAINED) for name in DRAFT_FILES]
+    entries = []
+    for name in (*names, CURVE_NAME):
+        path = folder / name
+        output.put_file(path, name)
+        size = path.stat().st_size
+        entries.append(FileEntry(path=name, bytes=size, sha256=sha256_of_file(path)))
+    return tuple(entries)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage as this process."""
+    return run_stage("train", story, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
