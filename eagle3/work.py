@@ -57,12 +57,13 @@ class Work:
 
         Returns the identity. Raises IdentityConflict naming the first field that differs.
         """
-        record = {"inputs": inputs, "settings": settings}
-        data = msgspec.json.encode(record, order="sorted")
+        data = msgspec.json.encode({"inputs": inputs, "settings": settings}, order="sorted")
         try:
             self._store.create_bytes("claim.json", data)
         except FileExistsError:
-            self._refuse(record, msgspec.json.decode(self._store.read_bytes("claim.json")))
+            standing = self._store.read_bytes("claim.json")
+            # Both as JSON has them: a tuple of ours would differ from the same list read back.
+            self._refuse(msgspec.json.decode(data), msgspec.json.decode(standing))
         return identity_of(inputs, settings)
 
     def finished(self) -> dict[int, UnitRecord]:

@@ -1,0 +1,99 @@
+"""Progress: the object that status reads, JSON lines, and a bar on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from eagle3 import progress as progresses
+from eagle3.progress import Progress
+from eagle3.store import Store, open_store
+
+
+@pytest.fixture
+def run() -> Store:
+    return open_store(f"memory://progress-{secrets.token_hex(4)}")
+
+
+def record_of(run: Store, name: str = "progress/extract-2.json") -> dict[str, object]:
+    record = json.loads(run.read_bytes(name))
+    assert isinstance(record, dict)
+    return record
+
+
+def test_a_finished_step_leaves_its_last_word_in_the_store(run):
+    with Progress(run, "extract", "capture", total=5, unit="rows", index=2) as progress:
+        progress.advance(2, resumed=True)
+        progress.advance(3)
+    record = record_of(run)
+    assert record["done"] == record["all"] == 5
+    assert record["seconds_left"] == 0
+    assert (record["stage"], record["step"], record["unit"]) == ("extract", "capture", "rows")
+    assert record["host"]
+
+
+def test_the_object_is_written_rarely_and_at_the_end(run, monkeypatch):
+    written: list[bytes] = []
+    monkeypatch.setattr(Store, "write_bytes", lambda self, path, data: written.append(data))
+    with Progress(run, "extract", "capture", total=1000, unit="rows") as progress:
+        for _ in range(1000):
+            progress.advance()
+    assert len(written) == 1
+
+
+def test_long_work_reports_while_it_runs(run, monkeypatch, capsys):
+    monkeypatch.setattr(progresses, "_EVERY_SECONDS", 0.0)
+    with Progress(run, "extract", "capture", total=3, unit="rows") as progress:
+        progress.advance()
+        assert json.loads(run.read_bytes("progress/extract-0.json"))["done"] == 1
+        progress.advance(2)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["done"] for line in lines] == [1, 3, 3]
+
+
+def test_work_of_an_earlier_process_counts_as_done_and_in_no_rate(run):
+    with Progress(run, "extract", "capture", total=10, unit="rows", index=2) as progress:
+        progress.advance(10, resumed=True)
+    record = record_of(run)
+    assert (record["done"], record["rate"]) == (10, 0)
+    assert record["seconds_left"] is None
+
+
+def test_a_step_that_fails_does_not_report_itself_as_done(run):
+    def failing() -> None:
+        with Progress(run, "extract", "capture", total=2, unit="rows") as progress:
+            progress.advance()
+            raise RuntimeError("the engine died")
+
+    with pytest.raises(RuntimeError):
+        failing()
+    assert not run.exists("progress/extract-0.json")
+
+
+BAR = """
+from eagle3.progress import Progress
+from eagle3.store import open_store
+with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="rows") as progress:
+    for _ in range(4):
+        progress.advance(note="2 rejected")
+"""
+
+
+def test_a_terminal_shows_a_bar_and_no_json():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160"}
+    subprocess.run([sys.executable, "-c", BAR], stderr=theirs, env=environment, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "extract capture" in shown
+    assert "4/4" in shown
+    assert "rows/s" in shown
+    assert "2 rejected" in shown
+    assert "{" not in shown

@@ -1,0 +1,104 @@
+"""Unfinished work: one owner per prefix, and units that are done once."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from eagle3.config import ExtractConfig, settings_that_affect
+from eagle3.errors import IdentityConflict, ManifestInvalid
+from eagle3.manifest import FileEntry
+from eagle3.store import Store, open_store
+from eagle3.work import UnitRecord, Work
+
+INPUTS = {"rows": "a" * 64, "verifier": "b" * 64}
+SETTINGS = {"layer_ids": (2, 4, 5, 8), "engine": {"dtype": "bfloat16", "extra": {}}}
+
+
+@pytest.fixture
+def run() -> Store:
+    return open_store(f"memory://work-{secrets.token_hex(4)}")
+
+
+def unit(number: int, **changes: object) -> UnitRecord:
+    fields = {"unit": number, "rows_in": 3, "rows_kept": 2, "rejected": {"empty": 1}, **changes}
+    return UnitRecord(**fields)
+
+
+def test_the_same_work_claims_again_and_gets_the_same_identity(run):
+    first = Work(run, "extract").claim(INPUTS, SETTINGS)
+    assert Work(run, "extract").claim(dict(reversed(INPUTS.items())), SETTINGS) == first
+
+
+def test_another_stage_s_claim_is_its_own(run):
+    Work(run, "extract").claim(INPUTS, SETTINGS)
+    Work(run, "vocab").claim(INPUTS, {"draft_vocab_size": 8192})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "settings", "field"),
+    [
+        ({**INPUTS, "rows": "0" * 64}, SETTINGS, "inputs.rows"),
+        (INPUTS, {**SETTINGS, "layer_ids": (3, 4, 5, 8)}, "layer_ids"),
+        (INPUTS, {**SETTINGS, "engine": {"dtype": "float32", "extra": {}}}, "engine.dtype"),
+        (INPUTS, {**SETTINGS, "engine": {"dtype": "bfloat16", "extra": {"a": 1}}}, "engine.extra"),
+        (INPUTS, {**SETTINGS, "new": True}, "new"),
+        ({"rows": INPUTS["rows"]}, SETTINGS, "inputs.verifier"),
+    ],
+)
+def test_other_inputs_or_settings_are_refused_by_the_field_that_differs(
+    run, inputs, settings, field
+):
+    Work(run, "extract").claim(INPUTS, SETTINGS)
+    with pytest.raises(IdentityConflict) as caught:
+        Work(run, "extract").claim(inputs, settings)
+    assert caught.value.field.startswith(f"extract: {field}")
+    assert "--store" in caught.value.remedy
+
+
+def test_a_real_section_claims_again(run):
+    settings = settings_that_affect(ExtractConfig(layer_ids=(2, 4, 5, 8)))
+    first = Work(run, "extract").claim(INPUTS, settings)
+    assert Work(run, "extract").claim(INPUTS, settings) == first
+    other = settings_that_affect(ExtractConfig(layer_ids=(2, 4, 5, 8), unit_rows=1))
+    with pytest.raises(IdentityConflict, match="unit_rows"):
+        Work(run, "extract").claim(INPUTS, other)
+
+
+def test_a_finished_unit_is_found_with_everything_it_counted(run):
+    record = unit(
+        7,
+        files=(FileEntry(path="hidden-000007.safetensors", bytes=9, sha256="c" * 64, samples=2),),
+        token_counts={3: 2, 40000: 1},
+        facts={"prefilled": 12},
+        measured={"seconds": 0.5},
+    )
+    Work(run, "extract").record(record)
+    assert Work(run, "extract").finished() == {7: record}
+
+
+def test_the_first_worker_s_record_of_a_unit_stands(run):
+    first, second = unit(0, measured={"seconds": 1.0}), unit(0, measured={"seconds": 2.0})
+    assert Work(run, "extract").record(first) == first
+    assert Work(run, "extract").record(second) == first
+    assert Work(run, "extract").finished() == {0: first}
+
+
+def test_nothing_is_finished_before_anything_is(run):
+    assert Work(run, "extract").finished() == {}
+
+
+def test_a_damaged_record_is_named(run):
+    run.write_bytes("work/extract/units/000003.json", b'{"unit": 3, "rows_')
+    with pytest.raises(ManifestInvalid, match=r"000003\.json"):
+        Work(run, "extract").finished()
+
+
+def test_work_lies_beside_the_artefact_and_never_inside(run):
+    Work(run, "extract").claim(INPUTS, SETTINGS)
+    Work(run, "extract").record(unit(0))
+    assert [info.path for info in run.list()] == [
+        "work/extract/claim.json",
+        "work/extract/units/000000.json",
+    ]
