@@ -1,0 +1,352 @@
+"""prepare, whole: real files in, two committed artefacts out, the same bytes however it went."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+from safetensors.torch import load
+
+from eagle3 import artifact as artifacts
+from eagle3.artifact import Artifact
+from eagle3.conversations import RawRow, Source, read_heldout, read_row_records
+from eagle3.conversations.split import conversation_id
+from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.shards import TokenRow, read_rows
+from eagle3.store import open_store
+from jobs import prepare
+from tests.tiny_verifiers import CHAT_TEMPLATE, make_llama
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("verifier"), num_layers=4)
+
+
+def chat(index: int, turns: int = 2) -> dict[str, Any]:
+    messages = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"Question {turn} of chat {index}?"})
+        messages.append({"role": "assistant", "content": f"Answer {turn} of chat {index}."})
+    return {"messages": messages}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def write_config(tmp_path: Path, verifier: Path, *data: Path | str, **settings: Any) -> Path:
+    config = {
+        "verifier": {"source": str(verifier)},
+        "prepare": {
+            "data": [str(d) for d in data],
+            "shard_rows": 8,
+            "max_seq_len": 256,
+            **settings,
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run_prepare(config: Path, store: Path | str) -> int:
+    return prepare.main(["--config", str(config), "--store", str(store)])
+
+
+def committed(store: Path | str, kind: str = "prepare") -> Artifact:
+    found = artifacts.find(open_store(f"{store}/{kind}"))
+    assert found is not None
+    return found
+
+
+def rows_of(artifact: Artifact) -> list[TokenRow]:
+    names = [f.path for f in artifact.manifest.files if f.samples]
+    return [row for name in names for row in read_rows(artifact.store, name)]
+
+
+def digests(store: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for kind in ("prepare", "verifier")
+        for path in sorted((store / kind).rglob("*"))
+        if path.is_file() and path.name != "data_config.json"
+    }
+
+
+# ---- the artefacts ---------------------------------------------------------------------------
+
+
+def test_everything_that_is_written_agrees_with_everything_else(
+    tmp_path: Path, verifier: Path
+) -> None:
+    rows = [chat(i, turns=1 + i % 3) for i in range(60)]
+    data = write_jsonl(tmp_path / "chats.jsonl", [*rows, rows[3], "broken", {"text": "x"}])
+    config = write_config(tmp_path, verifier, data, heldout_share=0.3, max_heldout=5)
+    assert run_prepare(config, tmp_path / "run") == 0
+
+    made = committed(tmp_path / "run")
+    manifest = made.manifest
+    assert manifest.rows_in == 63
+    assert manifest.rows_in == manifest.rows_kept + sum(manifest.rejected.values())
+    assert manifest.rejected["duplicate"] == 1
+    assert manifest.rejected["not_json"] == 1
+    assert manifest.rejected["unknown_form"] == 1
+    assert manifest.sources[0].sha256 == hashlib.sha256(data.read_bytes()).hexdigest()
+
+    tokens = rows_of(made)
+    assert manifest.total_samples == len(tokens) == manifest.facts["conversations"]
+    assert manifest.total_tokens == sum(len(row.input_ids) for row in tokens)
+    lines = [
+        record
+        for entry in manifest.files
+        if entry.path.startswith("rows-") and entry.path.endswith(".jsonl")
+        for record in read_row_records(made.store, entry.path)
+    ]
+    assert [line.row for line in lines] == [row.row for row in tokens]
+    assert all(line.messages == rows[int(line.row[:9])]["messages"] for line in lines)
+
+    counts = load(made.store.read_bytes("token_counts.safetensors"))["counts"]
+    supervised = torch.cat([row.input_ids[row.loss_mask == 1] for row in tokens])
+    assert torch.equal(counts, torch.bincount(supervised, minlength=512))
+    assert manifest.facts["supervised_tokens"] == len(supervised)
+
+    prompts = read_heldout(made.store)
+    assert len(prompts) == 5 == manifest.facts["heldout_prompts"]
+    assert manifest.rejected["heldout_surplus"] == manifest.rows_in - 3 - len(tokens) - 5
+    for prompt in prompts:
+        assert prompt.messages == rows[int(prompt.row[:9])]["messages"][:1]
+        assert prompt.conversation == conversation_id(prompt.messages)
+    assert not {p.conversation for p in prompts} & {line.conversation for line in lines}
+
+    beside = committed(tmp_path / "run", "verifier").manifest
+    assert (beside.verifier, beside.tokenizer) == (manifest.verifier, manifest.tokenizer)
+
+
+def test_the_same_prompt_is_never_on_both_sides(tmp_path: Path, verifier: Path) -> None:
+    rows = []
+    for i in range(40):
+        for spelling in (f"Tell me about {i}", f"  tell ME about\n{i} "):
+            user = {"role": "user", "content": spelling}
+            answer = {"role": "assistant", "content": f"{spelling!r} is a number."}
+            rows.append({"messages": [user, answer]})
+    data = write_jsonl(tmp_path / "chats.jsonl", rows)
+    config = write_config(tmp_path, verifier, data, heldout_share=0.5, max_heldout=1000)
+    assert run_prepare(config, tmp_path / "run") == 0
+    made = committed(tmp_path / "run")
+    held = {" ".join(p.messages[0]["content"].lower().split()) for p in read_heldout(made.store)}
+    trained = {
+        " ".join(record.messages[0]["content"].lower().split())
+        for entry in made.manifest.files
+        if entry.path.startswith("rows-") and entry.path.endswith("jsonl")
+        for record in read_row_records(made.store, entry.path)
+    }
+    assert len(held) + len(trained) == 40
+    assert min(len(held), len(trained)) > 8
+    assert not held & trained
+
+
+def test_a_conversation_of_several_rows_is_told_once(tmp_path: Path, verifier: Path) -> None:
+    folder = tmp_path / "forgetful"
+    make_llama(folder, num_layers=4)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    # A template that says how many turns there are, so that no history begins with the last one.
+    settings["chat_template"] = "{{ messages | length }}" + CHAT_TEMPLATE
+    # The answer's render and its prompt must begin alike: count users only.
+    settings["chat_template"] = (
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + CHAT_TEMPLATE
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    data = write_jsonl(tmp_path / "chats.jsonl", [chat(0, turns=3)])
+    config = write_config(tmp_path, folder, data, heldout_share=0.0)
+    assert run_prepare(config, tmp_path / "run") == 0
+    made = committed(tmp_path / "run")
+    records = read_row_records(made.store, "rows-000000.jsonl")
+    assert [record.row for record in records] == ["000000000.0", "000000000.1", "000000000.2"]
+    assert [len(record.messages) for record in records] == [6, 0, 0]
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def test_lines_gzip_and_parquet_give_the_same_rows(tmp_path: Path, verifier: Path) -> None:
+    rows = [chat(i) for i in range(30)]
+    plain = write_jsonl(tmp_path / "a.jsonl", rows)
+    packed = tmp_path / "b.jsonl.gz"
+    half = plain.read_bytes().find(b'{"messages"', len(plain.read_bytes()) // 2)
+    # Two gzip members in one file, as `cat a.gz b.gz` makes them.
+    text = plain.read_bytes()
+    packed.write_bytes(gzip.compress(text[:half]) + gzip.compress(text[half:]))
+    table = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table, row_group_size=7)
+    found = []
+    for path in (plain, packed, table):
+        config = write_config(tmp_path, verifier, path)
+        assert run_prepare(config, tmp_path / path.name.replace(".", "-")) == 0
+        found.append(committed(tmp_path / path.name.replace(".", "-")).manifest)
+    assert found[0].files == found[1].files == found[2].files
+    assert len({manifest.sources[0].sha256 for manifest in found}) == 3
+
+
+def test_a_source_is_counted_and_hashed_from_any_store(tmp_path: Path) -> None:
+    data = b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}\r\n{"a": 3}'
+    store = open_store("memory://sources")
+    store.write_bytes("x.jsonl", data)
+    facts, num_rows = Source("memory://sources/x.jsonl").measure()
+    assert (facts.bytes, facts.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    rows = list(Source("memory://sources/x.jsonl").rows())
+    assert num_rows == len(rows) == 3
+    assert [(row.place, row.record()) for row in rows] == [
+        (1, {"a": 1}),
+        (3, {"a": 2}),
+        (4, {"a": 3}),
+    ]
+
+
+def test_a_file_that_is_not_there_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a file of conversations"):
+        Source(str(tmp_path / "absent.jsonl"))
+
+
+def cut_gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-9])
+
+
+def cut_parquet(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"messages": ["x"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def zstd(path: Path) -> None:
+    path.write_bytes(b"\x28\xb5\x2f\xfd rest")
+
+
+@pytest.mark.parametrize("spoil", [cut_gzip, cut_parquet, zstd])
+def test_a_file_that_breaks_off_is_refused_as_a_whole(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "data"
+    spoil(path)
+    with pytest.raises(ConversationsInvalid, match="data"):
+        _read_all(path)
+
+
+def _read_all(path: Path) -> list[RawRow]:
+    return list(Source(str(path)).rows())
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def test_too_many_rejected_rows_fail_with_reasons_and_lines(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = {"messages": [{"role": "laguna_s", "content": "x"}]}
+    data = write_jsonl(tmp_path / "chats.jsonl", [*[chat(i) for i in range(10)], bad, bad, "{"])
+    config = write_config(tmp_path, verifier, data, max_rejected_share=0.2)
+    assert run_prepare(config, tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert "unknown_role:laguna_s 2" in said
+    assert "chats.jsonl:11" in said
+    assert "not_json 1" in said
+    assert artifacts.find(open_store(f"{tmp_path}/run/prepare")) is None
+
+
+def test_a_mixture_of_forms_fails_with_both_lines(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    data = write_jsonl(tmp_path / "chats.jsonl", [chat(0), chat(1), other])
+    assert run_prepare(write_config(tmp_path, verifier, data), tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert "chats.jsonl:3" in said
+    assert "as line 1" in said
+
+
+@pytest.mark.parametrize("change", ["template", "data", "length", "verifier"])
+def test_b20_other_inputs_in_the_same_prefix_are_refused_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str
+) -> None:
+    folder = make_llama(tmp_path / "verifier", num_layers=4)
+    data = write_jsonl(tmp_path / "chats.jsonl", [chat(i) for i in range(10)])
+    config = write_config(tmp_path, folder, data)
+    assert run_prepare(config, tmp_path / "run") == 0
+    assert run_prepare(config, tmp_path / "run") == 0
+    assert "already committed" in capfd.readouterr().out
+    before = digests(tmp_path / "run")
+    if change == "template":
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        settings["chat_template"] = CHAT_TEMPLATE + "{# another #}"
+        path.write_text(json.dumps(settings))
+    elif change == "data":
+        write_jsonl(data, [chat(i) for i in range(11)])
+    elif change == "length":
+        write_config(tmp_path, folder, data, max_seq_len=255)
+    else:
+        make_llama(folder, num_layers=4, seed=1)
+    assert run_prepare(config, tmp_path / "run") == 65
+    named = {
+        "template": "tokenizer",
+        "data": "data.0",
+        "length": "max_seq_len",
+        "verifier": "verifier",
+    }
+    assert named[change] in capfd.readouterr().err
+    assert digests(tmp_path / "run") == before
+
+
+# ---- kills -----------------------------------------------------------------------------------
+
+
+def start(config: Path, store: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "jobs.prepare", "--config", config, "--store", store]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+def kill_when(process: subprocess.Popen[bytes], ripe: Callable[[], bool]) -> bool:
+    """Kill -9 as soon as something holds; False where the process had ended by itself."""
+    while process.poll() is None:
+        if ripe():
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def test_killed_at_any_moment_and_run_again_it_gives_the_same_objects(
+    tmp_path: Path, verifier: Path
+) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", [chat(i, turns=3) for i in range(400)])
+    config = write_config(tmp_path, verifier, data)
+    assert run_prepare(config, tmp_path / "calm") == 0
+    calm = digests(tmp_path / "calm")
+    shards = sorted(name for name in calm if name.endswith(".safetensors"))
+    disturbed = tmp_path / "disturbed"
+    # Between the last object and its manifest is among the moments.
+    moments = [*random.Random(7).sample(shards[:-2], 2), "prepare/token_counts.safetensors"]
+    for moment in moments:
+        kill_when(start(config, disturbed), (disturbed / moment).exists)
+    assert run_prepare(config, disturbed) == 0
+    assert digests(disturbed) == calm
+    assert committed(disturbed).digest == committed(tmp_path / "calm").digest
+    assert (
+        committed(disturbed, "verifier").digest == committed(tmp_path / "calm", "verifier").digest
+    )
