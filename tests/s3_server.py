@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 60.0
-STOP_SECONDS = 5.0
+STOP_SECONDS = 1.0
 BUCKET = "bucket"
 
 
@@ -70,7 +70,7 @@ def _identity(key: str, secret: str) -> dict[str, object]:
     return {
         "name": "tests",
         "credentials": [{"accessKey": key, "secretKey": secret}],
-        "actions": [f"{verb}:{BUCKET}" for verb in ("Admin", "Read", "Write", "List", "Tagging")],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
 
 

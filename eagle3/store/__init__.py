@@ -36,6 +36,7 @@ from eagle3.store import faults, local
 _EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
 _MEMORY_LOCK = threading.Lock()
 _HASH_CHUNK = 8 * 2**20
+_RETRIES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +309,7 @@ def _open_client(scheme: str) -> Any:
     """A client of its own for this process, with every cache off."""
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in _EXCLUSIVE_BY_BACKEND:
-        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 6}}
+        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": _RETRIES}}
     try:
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
