@@ -5,6 +5,7 @@ every row differs, so that a row out of place or altered on its way shows in the
 """
 
 import hashlib
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def make_run(url: str, verifier_folder: Path, *, num_rows: int = 24, seed: int =
     _commit_states(store.child("extract"), store, num_rows, seed)
     _commit_vocab(store.child("vocab"), store)
     return store
+
+
+def copy_of(run: Store, folder: Path) -> Store:
+    """A run's copy, to do harm to."""
+    source = run.local_path()
+    assert source is not None
+    shutil.copytree(source, folder / "run")
+    return open_store(f"file://{folder}/run")
 
 
 def config_of(**train: Any) -> RunConfig:
@@ -150,6 +159,7 @@ def _commit_states(store: Store, run: Store, num_rows: int, seed: int) -> None:
         layer_ids=(2, n // 2, n - 3, n),
         hidden_size=facts.hidden_size,
         num_layers_captured=4,
+        layer_id_convention="input_of_layer",
         final_hidden_state="pre_norm",
         dtype="bfloat16",
     )

@@ -1,0 +1,396 @@
+import ast
+import json
+import pickle
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from speculators.train.data import ArrowDataset
+from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+
+import eagle3.draft
+from eagle3.config import GeometryConfig
+from eagle3.draft.backend import BACKEND, StoreTransfer
+from eagle3.draft.checkpoints import MARKER_NAME, Checkpoints
+from eagle3.draft.geometry import check_rope, layer_config, rope_table
+from eagle3.draft.metrics import decode_curve, encode_curve, read_record
+from eagle3.draft.recipe import Paths, plan_steps, upstream_config
+from eagle3.draft.rows import check_rows, index_rows, save_dataset, split_rows
+from eagle3.errors import (
+    ConfigError,
+    DraftInvalid,
+    EnvironmentMisconfigured,
+    ManifestInvalid,
+    ShardInvalid,
+    VerifierInvalid,
+)
+from eagle3.shards import encode_samples, read_sample
+from eagle3.store import Store, open_store
+from eagle3.verifier.families import resolve_text_config
+from tests.tiny_verifiers import make_kimi, make_llama, make_qwen3
+from tests.trainable import artifact_at, config_of, copy_of, make_run, recommit
+
+UPSTREAM = ("speculators", "hs_connectors", "datasets")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("draft")
+    return make_run(f"file://{folder}/run", make_llama(folder / "verifier", dtype="bfloat16"))
+
+
+def text_config(make: Any, folder: Path) -> dict[str, Any]:
+    make(folder)
+    return resolve_text_config(json.loads((folder / "config.json").read_text()), "config.json")
+
+
+class TestUpstreamNames:
+    """A rename upstream fails here, with the name, and not in the middle of a training."""
+
+    listed = re.findall(
+        r"^    ((?:hs_connectors|datasets|speculators)\.[\w.]+)", eagle3.draft.__doc__, re.M
+    )
+
+    @pytest.mark.parametrize("name", listed)
+    def test_exists(self, name: str) -> None:
+        parts = name.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            try:
+                found: Any = import_module(".".join(parts[:cut]))
+            except ModuleNotFoundError:
+                continue
+            for part in parts[cut:]:
+                found = getattr(found, part)
+            return
+        pytest.fail(f"{name} cannot be imported")
+
+    def test_every_import_is_listed(self) -> None:
+        for path in Path(eagle3.draft.__file__).parent.glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                elif isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                else:
+                    continue
+                for name in names:
+                    if name.split(".")[0] in UPSTREAM:
+                        known = any(item.startswith(name) for item in self.listed)
+                        assert known, (
+                            f"{path.name} uses {name}: list it in eagle3/draft/__init__.py"
+                        )
+
+
+YARN = {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0}
+
+
+class TestGeometry:
+    def test_a_plain_verifiers_own_shape_is_taken(self, tmp_path: Path) -> None:
+        layer = layer_config(GeometryConfig(), text_config(make_llama, tmp_path))
+        assert layer["head_dim"] == 32
+        assert layer["num_attention_heads"] == 2
+        assert layer["vocab_size"] == 512
+        assert "sliding_window" not in layer
+
+    def test_a_qwen3_style_draft_has_no_window(self, tmp_path: Path) -> None:
+        layer = layer_config(GeometryConfig(style="qwen3"), text_config(make_qwen3, tmp_path))
+        assert layer["use_sliding_window"] is False
+        assert layer["sliding_window"] is None
+
+    def test_nothing_is_derived_from_latent_attention(self, tmp_path: Path) -> None:
+        text = text_config(make_kimi, tmp_path)
+        with pytest.raises(ConfigError, match=r"state .*head_dim, rope"):
+            layer_config(GeometryConfig(), text)
+        with pytest.raises(ConfigError, match="state rope"):
+            layer_config(
+                GeometryConfig(
+                    intermediate_size=128,
+                    num_attention_heads=2,
+                    num_key_value_heads=2,
+                    head_dim=32,
+                ),
+                text,
+            )
+
+    def test_another_epsilon_than_the_verifiers_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="rms_norm_eps"):
+            layer_config(GeometryConfig(rms_norm_eps=1e-6), text_config(make_llama, tmp_path))
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN}},
+            {"rope_theta": 5e4, "rope_scaling": {"rope_type": "yarn", **YARN}},
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, **YARN}},
+        ],
+        ids=["type", "rope_type", "rope_parameters"],
+    )
+    def test_b54_yarn_survives_in_every_schema(
+        self, tmp_path: Path, schema: dict[str, Any]
+    ) -> None:
+        text = text_config(make_llama, tmp_path)
+        text.pop("rope_parameters", None)
+        text |= {**schema, "max_position_embeddings": 262144}
+        layer = layer_config(GeometryConfig(), text)
+        reloaded = json.loads(json.dumps(layer))
+        frequencies, factor = rope_table(reloaded)
+        # YaRN by its paper: the slowest frequency is interpolated by the whole factor, the
+        # fastest not at all, and attention is scaled by 0.1 ln(factor) + 1.
+        plain = 5e4 ** (-torch.arange(0, 32, 2) / 32)
+        assert frequencies[0] == plain[0]
+        torch.testing.assert_close(frequencies[-1], plain[-1] / 64)
+        assert factor == pytest.approx(0.1 * np.log(64) + 1)
+        assert "type" not in layer["rope_parameters"]
+
+    def test_b54_a_lost_rope_is_found_by_number(self, tmp_path: Path) -> None:
+        text = text_config(make_llama, tmp_path)
+        layer = layer_config(GeometryConfig(), text)
+        layer["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+        with pytest.raises(DraftInvalid, match="other frequencies"):
+            check_rope(layer, text)
+
+    def test_a_rope_that_serving_computes_otherwise_is_refused(self, tmp_path: Path) -> None:
+        text = text_config(make_llama, tmp_path)
+        text["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        with pytest.raises(VerifierInvalid, match="rope_type among"):
+            layer_config(GeometryConfig(), text)
+
+
+class TestRows:
+    def test_a_row_longer_than_a_step_is_refused(self, run: Store) -> None:
+        index = index_rows(artifact_at(run, "extract"))
+        longest = max(ref.num_tokens for ref in index.refs)
+        check_rows(index, layers=4, hidden_size=64, total_seq_len=longest)
+        with pytest.raises(ConfigError, match="total_seq_len"):
+            check_rows(index, layers=4, hidden_size=64, total_seq_len=longest - 1)
+
+    def test_b98_states_of_another_shape_are_refused(self, run: Store) -> None:
+        index = index_rows(artifact_at(run, "extract"))
+        with pytest.raises(ManifestInvalid, match="hidden states"):
+            check_rows(index, layers=4, hidden_size=32, total_seq_len=96)
+
+    def test_a_shard_with_other_rows_than_its_manifest_is_refused(
+        self, run: Store, tmp_path: Path
+    ) -> None:
+        store = copy_of(run, tmp_path)
+        manifest = artifact_at(store, "extract").manifest
+        swapped = tuple(
+            type(entry)(**{**_fields(entry), "path": other.path})
+            for entry, other in zip(manifest.files, reversed(manifest.files), strict=True)
+        )
+        recommit(store, "extract", files=swapped)
+        with pytest.raises(ManifestInvalid, match="samples of"):
+            index_rows(artifact_at(store, "extract"))
+
+    @pytest.mark.parametrize("num_rows", [2, 3, 7, 24, 1000, 99_991])
+    @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 1.0])
+    def test_the_split_is_the_one_upstream_makes(self, num_rows: int, share: float) -> None:
+        split = split_rows(num_rows, share)
+        assert int(num_rows * split.ratio) == split.num_train
+        assert split.num_train + split.num_validation == num_rows
+        assert split.num_train >= 1
+        assert split.num_validation >= 1
+
+    def test_ids_that_the_verifier_lacks_are_refused(self, run: Store, tmp_path: Path) -> None:
+        index = index_rows(artifact_at(run, "extract"))
+        with pytest.raises(ManifestInvalid, match="token ids below 100"):
+            save_dataset(index, tmp_path, vocab_size=100)
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+class TestBackend:
+    def test_bit_equal_to_upstreams_file_backend(self, run: Store, tmp_path: Path) -> None:
+        index = index_rows(artifact_at(run, "extract"))
+        save_dataset(index, tmp_path, vocab_size=512)
+        (tmp_path / "hidden_states").mkdir()
+        for number, ref in enumerate(index.refs):
+            sample = read_sample(index.open(), ref)
+            save_file(
+                {"hidden_states": sample.hidden_states, "token_ids": sample.input_ids},
+                tmp_path / "hidden_states" / f"hs_{number}.safetensors",
+            )
+        common = {"max_len": 96, "datapath": tmp_path, "on_missing": "raise", "split": "val"}
+        common["train_ratio"] = split_rows(len(index.refs), 0.3).ratio
+        theirs = ArrowDataset(**common)
+        ours = ArrowDataset(**common, transfer=pickle.loads(pickle.dumps(StoreTransfer(index))))
+        assert len(ours) == 7
+        for number in range(len(ours)):
+            wanted, found = theirs[number], ours[number]
+            assert wanted.keys() == found.keys()
+            for key in wanted:
+                assert torch.equal(wanted[key], found[key]), key
+
+    def test_a_missing_row_raises(self, run: Store, tmp_path: Path) -> None:
+        store = copy_of(run, tmp_path)
+        transfer = StoreTransfer(index_rows(artifact_at(store, "extract")))
+        store.child("extract").delete("hidden-000001.safetensors")
+        transfer.get_cached(0)
+        with pytest.raises(FileNotFoundError):
+            transfer.get_cached(20)
+
+    def test_b26_a_state_that_is_not_finite_raises(self, run: Store, tmp_path: Path) -> None:
+        store = copy_of(run, tmp_path)
+        index = index_rows(artifact_at(store, "extract"))
+        path = index.refs[0].path
+        samples = [read_sample(index.open(), ref) for ref in index.refs if ref.path == path]
+        samples[3].hidden_states[1, 2, 3] = torch.nan
+        # Written so: length and checksum are right, only the number is not.
+        store.write_bytes(f"extract/{path}", encode_samples(samples))
+        transfer = StoreTransfer(index_rows(artifact_at(store, "extract")))
+        transfer.get_cached(2)
+        with pytest.raises(ShardInvalid, match="NaN or infinity"):
+            transfer.get_cached(3)
+
+
+class TestRecipe:
+    def test_every_field_arrives(self, tmp_path: Path) -> None:
+        config = config_of(optimizer="adamw", scheduler="linear", ttt_steps=4).train
+        split = split_rows(24, 0.1)
+        plan = plan_steps([40] * 24, config, num_train=split.num_train, world_size=1)
+        facts = {"target_layer_ids": [2, 4, 5], "draft_vocab_size": 128}
+        flat = upstream_config(config, Paths.below(tmp_path), plan, split, facts).flatten()
+        assert flat["optimizer"] == "adamw"
+        assert flat["ttt_steps"] == 4
+        assert flat["hidden_states_backend"] == BACKEND
+        assert flat["target_layer_ids"] == [2, 4, 5]
+        assert flat["on_missing"] == "raise"
+
+    def test_a_field_that_upstream_does_not_know_is_an_error(self, tmp_path: Path) -> None:
+        config = config_of().train
+        split = split_rows(24, 0.1)
+        plan = plan_steps([40] * 24, config, num_train=split.num_train, world_size=1)
+        with pytest.raises(EnvironmentMisconfigured, match="draft_vocabulary_size"):
+            upstream_config(
+                config, Paths.below(tmp_path), plan, split, {"draft_vocabulary_size": 128}
+            )
+
+    def test_the_plan_counts_what_upstreams_sampler_yields(self) -> None:
+        lengths = torch.randint(8, 90, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+        config = config_of(epochs=5).train
+        plan = plan_steps(lengths, config, num_train=60, world_size=2)
+        sampler = MultipackDistributedBatchSamplerV2(96, lengths[:60], 2, 1, seed=config.seed)
+        counts = []
+        for epoch in range(5):
+            sampler.set_epoch(epoch)
+            counts.append(len(list(sampler)))
+        assert plan.steps_per_epoch == tuple(counts)
+
+    def test_max_steps_ends_inside_an_epoch_without_touching_the_next(self) -> None:
+        config = config_of(epochs=9, max_steps=15).train
+        plan = plan_steps([90] * 10, config, num_train=10, world_size=1)
+        assert plan.steps_per_epoch == (10, 5)
+
+    def test_b60_too_few_rows_for_all_processes_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="each of 8 processes"):
+            plan_steps([90] * 4, config_of().train, num_train=4, world_size=8)
+
+
+GOOD: dict[str, Any] = {
+    "train": {
+        "loss": 3.0,
+        "loss_0": 1.0,
+        "loss_1": 2.0,
+        "full_acc_0": 0.5,
+        "full_acc_1": 0.25,
+        "cond_acc_0": 0.5,
+        "cond_acc_1": 0.5,
+        "error_records": 0.0,
+    },
+    "epoch": 1,
+    "lr": {"Muon": 0.001, "AdamW": 0.001},
+    "global_step": 6,
+}
+
+
+class TestMetrics:
+    def broken(self, **values: float) -> dict[str, Any]:
+        return {**GOOD, "train": {**GOOD["train"], **values}}
+
+    def test_a_record_becomes_a_point(self) -> None:
+        point = read_record(GOOD, step=6, seconds=2.0)
+        assert point is not None
+        assert (point.step, point.losses, point.accuracy) == (7, (1.0, 2.0), (0.5, 0.25))
+        assert decode_curve(encode_curve([point])) == [point]
+
+    def test_a_validation_takes_the_step_it_is_told(self) -> None:
+        record = {"val": {f"{k}_epoch": v for k, v in GOOD["train"].items()}, "epoch": 0}
+        point = read_record(record, step=9, seconds=2.0)
+        assert point is not None
+        assert (point.kind, point.step, point.loss) == ("validation", 9, 3.0)
+
+    def test_the_configuration_is_no_point(self) -> None:
+        assert read_record({"seed": 1}, step=0, seconds=0.0) is None
+
+    @pytest.mark.parametrize("name", ["loss", "loss_1"])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_b67_a_loss_that_is_not_finite_stops(self, name: str, value: float) -> None:
+        with pytest.raises(DraftInvalid, match="a finite number"):
+            read_record(self.broken(**{name: value}), step=6, seconds=0.0)
+
+    @pytest.mark.parametrize("name", ["full_acc_0", "cond_acc_1"])
+    @pytest.mark.parametrize("value", [1.42, -0.1, float("nan")])
+    def test_b64_an_accuracy_above_one_stops(self, name: str, value: float) -> None:
+        with pytest.raises(DraftInvalid, match="between 0 and 1"):
+            read_record(self.broken(**{name: value}), step=6, seconds=0.0)
+
+    def test_a_sample_left_out_stops(self) -> None:
+        with pytest.raises(ShardInvalid, match="left out by the loader"):
+            read_record(self.broken(error_records=1.0), step=6, seconds=0.0)
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def work(self, tmp_path: Path) -> Store:
+        return open_store(f"file://{tmp_path}/work")
+
+    def saved(self, folder: Path, step: int, *, value: float = 1.0) -> Path:
+        folder.mkdir(parents=True)
+        save_file({"fc.weight": torch.full((2, 2), value)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+        (folder / "optimizer_state_dict.pt").write_bytes(b"moments")
+        state = {"epoch": int(folder.name), "local_step": 0, "global_step": step}
+        (folder / "training_state.json").write_text(json.dumps(state))
+        return folder
+
+    def test_b58_the_newest_whole_one_wins(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        checkpoints.save(self.saved(tmp_path / "0", 9), curve=b"")
+        checkpoints.save(self.saved(tmp_path / "1", 10), curve=b"")
+        # A process that was killed while it uploaded: objects, but no marker.
+        work.write_bytes("checkpoints/00000011/model.safetensors", b"half")
+        found = checkpoints.newest()
+        assert found is not None
+        assert found.state is not None
+        assert found.state.global_step == 10
+        work.delete(f"{found.prefix}/{MARKER_NAME}")
+        older = checkpoints.newest()
+        assert older is not None
+        assert older.prefix == "checkpoints/00000009"
+
+    def test_an_altered_object_is_refused(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        marker = checkpoints.save(self.saved(tmp_path / "0", 5), curve=b"")
+        work.write_bytes(f"{marker.prefix}/optimizer_state_dict.pt", b"mOments")
+        with pytest.raises(DraftInvalid, match="sha256"):
+            checkpoints.fetch(marker, tmp_path / "fetched")
+
+    def test_weights_that_are_not_finite_are_never_stored(
+        self, work: Store, tmp_path: Path
+    ) -> None:
+        folder = self.saved(tmp_path / "0", 5, value=float("nan"))
+        with pytest.raises(DraftInvalid, match=r"fc\.weight: wanted finite"):
+            Checkpoints(work).save(folder, curve=b"")
+        assert work.list() == []
+
+    def test_the_untrained_draft_is_stored_once(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        first = checkpoints.save_untrained(self.saved(tmp_path / "0", 0))
+        assert checkpoints.save_untrained(self.saved(tmp_path / "1", 0, value=2.0)) == first
