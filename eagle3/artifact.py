@@ -91,6 +91,8 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
             found=found.manifest.artifact,
             remedy="correct the URL under inputs",
         )
+    if found.manifest.artifact == "extract":
+        manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
     _check_objects(found)
     return found
 

@@ -18,6 +18,12 @@ from eagle3.errors import ManifestInvalid
 MANIFEST_NAME = "data_config.json"
 FORMAT_VERSION = 2
 
+# Id k is the residual stream entering layer k, so the last one is num_hidden_layers; older data
+# counts a layer's output, one lower.
+LAYER_ID_CONVENTION = "input_of_layer"
+FINAL_HIDDEN_STATE = "pre_norm"
+STATES_DTYPE = "bfloat16"
+
 # Where and when work was done does not change what it is: none of these enter the digest.
 # `config` is left out because `identity` stands for the part of it that affects the result.
 _NOT_IN_DIGEST = frozenset(
@@ -195,6 +201,32 @@ def check(manifest: Manifest, where: str) -> None:
             found=(doubled + unsafe or [MANIFEST_NAME])[0],
             remedy="run the stage that wrote it again",
         )
+
+
+def check_states(manifest: Manifest, where: str) -> None:
+    """What must hold for hidden states, so that a consumer reads what was captured.
+
+    Raises ManifestInvalid naming the field.
+    """
+    facts, ids = manifest.verifier, manifest.layer_ids or ()
+    wanted = {
+        "layer_id_convention": (LAYER_ID_CONVENTION, manifest.layer_id_convention),
+        "final_hidden_state": (FINAL_HIDDEN_STATE, manifest.final_hidden_state),
+        "dtype": (STATES_DTYPE, manifest.dtype),
+        "num_layers_captured": (len(ids), manifest.num_layers_captured),
+        "layer_ids": (sorted(set(ids)), list(ids)),
+    }
+    if facts is not None:
+        wanted["hidden_size"] = (facts.hidden_size, manifest.hidden_size)
+        wanted["layer_ids: the last"] = (facts.num_hidden_layers, ids[-1] if ids else None)
+    for field, (right, found) in wanted.items():
+        if right != found:
+            raise ManifestInvalid(
+                f"{where}: {field}",
+                wanted=right,
+                found=found,
+                remedy="extract the hidden states again",
+            )
 
 
 def digest(manifest: Manifest) -> str:
