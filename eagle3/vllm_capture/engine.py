@@ -1,0 +1,310 @@
+"""How vLLM is started, on GPUs and on CPUs, and what its refusals mean to a person."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams, envs
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+
+from eagle3.errors import ConfigError, Eagle3Error, VerifierInvalid
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Key-value cache of a CPU engine where `extra` names no `kv_cache_memory_bytes`."""
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "model",
+        "dtype",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "tensor_parallel_size",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "speculative_config",
+        "kv_transfer_config",
+        "worker_extension_cls",
+        "disable_log_stats",
+        "seed",
+    }
+)
+"""Engine arguments that follow from our own options: `extra` may not carry them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Everything that decides how an engine starts."""
+
+    model: Path
+    """Local folder of the verifier: config.json, safetensors, tokenizer."""
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    dtype: str = "bfloat16"
+    """`bfloat16` or `float32`."""
+    tensor_parallel_size: int = 1
+    """GPUs."""
+    max_num_seqs: int = 32
+    """Sequences in one step."""
+    max_num_batched_tokens: int | None = None
+    """Tokens in one step; at least `max_model_len`, which is what it is when left out (but not
+    below 2,048): prompts are prefilled in one step, never in pieces."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for the engine; without meaning on a CPU."""
+    seed: int = 0
+    """Random state at the start."""
+    trust_remote_code: bool = False
+    """Run Python files that the model's folder brings."""
+    num_threads: int | None = None
+    """Threads of a CPU engine; all CPUs that this process may use when left out."""
+    separate_process: bool | None = None
+    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no, for
+    there each process imports torch and vLLM again, which takes most of the start."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further engine arguments of vLLM, passed on as they are."""
+
+
+class Engine:
+    """A running vLLM, with the two things that every use of it needs.
+
+    Args:
+        options: see there.
+        arguments: what the use itself adds (speculative_config, ...).
+        mla_off: keep an MLA verifier from its latent attention kernels: on CPUs they cannot
+            stand beside a draft's ordinary attention.
+    """
+
+    def __init__(
+        self, options: EngineOptions, arguments: Mapping[str, Any], *, mla_off: bool = False
+    ) -> None:
+        config = _read_config(options.model)
+        self.separate_process = _separate_process(options)
+        _set_environment(options, separate_process=self.separate_process, mla_off=mla_off)
+        everything = {
+            **_common_arguments(options),
+            **_platform_arguments(config),
+            **_checked_extra(options),
+            **arguments,
+        }
+        try:
+            self.llm = LLM(**everything)
+        except (RuntimeError, ValueError) as error:
+            explained = _explain(error, options)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def enqueue(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
+        """Hand over all prompts before the first step; returns the requests' ids, in order.
+
+        An engine of its own process would otherwise start on the first prompt while the others
+        are still on their way, and which prompts share a step would depend on the clock.
+        """
+        tokens = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        if self.separate_process:
+            self.llm.sleep(level=0, mode="keep")
+        internal_names = self.llm.enqueue(tokens, params, use_tqdm=False)
+        if self.separate_process:
+            self.llm.wake_up(tags=["scheduling"])
+        # Outputs come back under the name without the random ending that vLLM adds.
+        return [name.rpartition("-")[0] for name in internal_names]
+
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
+        """Hand over all prompts, run to the end, and return the outputs in order."""
+        names = self.enqueue(prompts, params)
+        outputs = self.llm.wait_for_completion(RequestOutput, use_tqdm=False)
+        by_name = {output.request_id: output for output in outputs}
+        return [by_name[name] for name in names]
+
+    def close(self) -> None:
+        """Stop the engine; the process can start another."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        if self.separate_process:
+            gc.collect()
+        else:
+            cleanup_dist_env_and_memory()
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the text model: nested in multimodal ones."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def uses_mla(config: Mapping[str, Any]) -> bool:
+    """Whether the text model has multi-head latent attention (DeepSeek, Kimi)."""
+    return bool(text_config(config).get("kv_lora_rank"))
+
+
+def _read_config(model: Path) -> dict[str, Any]:
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "verifier",
+            wanted=f"a folder with a readable config.json at {model}",
+            found="none" if not path.exists() else str(error),
+            remedy="name the verifier's local folder",
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            str(path), wanted="a JSON object", found=type(config).__name__, remedy="correct it"
+        )
+    return config
+
+
+def _separate_process(options: EngineOptions) -> bool:
+    if options.separate_process is not None:
+        return options.separate_process
+    return not current_platform.is_cpu()
+
+
+def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off: bool) -> None:
+    """vLLM takes these from the environment only; its workers inherit them.
+
+    Threads: left alone, vLLM keeps one core free for its scheduler process, or two where
+    states are captured, unless that would leave none: on two cores a plain engine then computes
+    on one and a capturing one on both. It also pins to cores, so that two engines share the
+    same. Here every engine gets the threads that were asked for, and is not pinned.
+    """
+    envs.disable_envs_cache()
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
+        "VLLM_MLA_DISABLE": "1" if mla_off and current_platform.is_cpu() else "0",
+    }
+    if current_platform.is_cpu():
+        threads = options.num_threads or len(os.sched_getaffinity(0))
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        wanted["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    os.environ.update(wanted)
+    logging.getLogger("vllm").setLevel(wanted["VLLM_LOGGING_LEVEL"])
+
+
+def _common_arguments(options: EngineOptions) -> dict[str, Any]:
+    """What every engine of ours has, whatever it is for.
+
+    No prefix caching: a cached prefix has no states. No chunked prefill: a prompt in two pieces
+    gives other states than in one.
+    """
+    batched = options.max_num_batched_tokens or max(options.max_model_len, 2048)
+    if batched < options.max_model_len:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            wanted=f"at least max_model_len = {options.max_model_len}",
+            found=batched,
+            remedy="raise it: prompts are prefilled in one step",
+        )
+    return {
+        "model": str(options.model),
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_batched_tokens": batched,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "trust_remote_code": options.trust_remote_code,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "worker_extension_cls": "eagle3.vllm_capture.worker.SeedableWorker",
+        "seed": options.seed,
+    }
+
+
+def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the kind of model and of machine asks for.
+
+    A multimodal verifier is only ever sent text. On CPUs compiling costs more than it brings,
+    and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones.
+    """
+    arguments: dict[str, Any] = {}
+    if "vision_config" in config:
+        arguments["language_model_only"] = True
+    if current_platform.is_cpu():
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        if uses_mla(config):
+            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    return arguments
+
+
+def _checked_extra(options: EngineOptions) -> Mapping[str, Any]:
+    taken = sorted(OWN_ARGUMENTS & options.extra.keys())
+    if taken:
+        raise ConfigError(
+            f"engine.extra.{taken[0]}",
+            wanted="an engine argument that nothing else decides",
+            found=options.extra[taken[0]],
+            remedy="leave it out",
+        )
+    return options.extra
+
+
+_TOO_LITTLE_MEMORY = (
+    "larger than the available KV cache memory",
+    "No available memory for the cache blocks",
+    "Free memory on device",
+    "Available memory on node",
+    "CUDA out of memory",
+)
+
+_UNKNOWN_ARCHITECTURE = (
+    "are not supported for now",
+    "does not recognize this architecture",
+    "has no vLLM implementation",
+)
+
+
+def _explain(error: Exception, options: EngineOptions) -> Eagle3Error | None:
+    """One sentence for what a person can put right; None for everything else.
+
+    Where the engine has processes of its own, their words are in the log above, not in `error`.
+    """
+    text = str(error)
+    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if any(words in text for words in _TOO_LITTLE_MEMORY):
+        return ConfigError(
+            "engine memory",
+            wanted="room for the weights and at least one longest row",
+            found=first_line,
+            remedy="lower max_seq_len or engine.max_num_seqs, raise"
+            " engine.gpu_memory_utilization, or use more GPUs (engine.tensor_parallel_size);"
+            " on a CPU raise engine.extra.kv_cache_memory_bytes",
+        )
+    if any(words in text for words in _UNKNOWN_ARCHITECTURE):
+        return VerifierInvalid(
+            f"{options.model}/config.json",
+            wanted="an architecture that this vLLM serves",
+            found=first_line,
+            remedy="use a vLLM that knows the model",
+        )
+    if "derived max_model_len" in text:
+        return ConfigError(
+            "max_seq_len",
+            wanted="at most the verifier's own longest context",
+            found=options.max_model_len,
+            remedy="lower it",
+        )
+    if "Engine core initialization failed" in text:
+        return ConfigError(
+            "engine",
+            wanted="an engine that starts",
+            found=first_line,
+            remedy="read the engine's own error in the log above",
+        )
+    return None
