@@ -56,11 +56,16 @@ class Sampling:
 class Completion(NamedTuple):
     """One answer: its token ids (the end-of-turn token included when it came), why it ended
     (`"stop"` or `"length"`), and at each position, if asked for, `{token id: log-probability}`
-    of the most probable tokens and of the chosen one."""
+    of the most probable tokens and of the chosen one.
+
+    `accepted_histogram` is the engine's own count of this answer's verify steps with a draft, by
+    how many draft tokens each accepted: entry j is the steps that accepted j. Empty without one.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: str
     top_logprobs: tuple[dict[int, float], ...] = ()
+    accepted_histogram: tuple[int, ...] = ()
 
 
 class SpecCounters(NamedTuple):

@@ -7,12 +7,12 @@ any reference to the outside. Nothing here measures or decides.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import jinja2
+import msgspec
 
 from eagle3.acceptance import Figures
 from eagle3.artifact import Artifact
@@ -20,6 +20,14 @@ from eagle3.errors import ManifestInvalid
 from eagle3.lineage import of_kind, read_lines
 from eagle3.report import chain, content
 from eagle3.report.plots import CoveragePoint, LossPoint
+
+
+class _MetricLine(msgspec.Struct, frozen=True):
+    """What the report takes from a line of `metrics.jsonl`."""
+
+    kind: str
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +53,7 @@ def gather(figures: Figures, lineage: Sequence[Artifact], verifier: str) -> Evid
     """The evidence that lies in the artefacts of a lineage. Raises ManifestInvalid."""
     losses: list[LossPoint] = []
     for trained in of_kind(lineage, "train"):
-        losses = _losses(read_lines(trained.store, "metrics.jsonl", dict[str, Any]))
+        losses = _losses(trained)
     coverage: list[CoveragePoint] = []
     chosen = None
     for vocab in of_kind(lineage, "vocab"):
@@ -89,17 +97,11 @@ def render(evidence: Evidence) -> str:
     )
 
 
-def _losses(records: Sequence[Mapping[str, Any]]) -> list[LossPoint]:
-    """The trainer's records as points; a validation stands at the last training step before it."""
-    points: list[LossPoint] = []
-    step = 0
-    for record in records:
-        step = int(record.get("global_step", step))
-        if loss := record.get("train", {}).get("loss"):
-            points.append(LossPoint(step=step, loss=float(loss)))
-        if loss := record.get("val", {}).get("loss_epoch"):
-            points.append(LossPoint(step=step, loss=float(loss), validation=True))
-    return points
+def _losses(trained: Artifact) -> list[LossPoint]:
+    return [
+        LossPoint(step=line.step, loss=line.loss, validation=line.kind == "validation")
+        for line in read_lines(trained.store, "metrics.jsonl", _MetricLine)
+    ]
 
 
 def _coverage(vocab: Artifact) -> list[CoveragePoint]:

@@ -113,19 +113,19 @@ def acceptance_table(figures: Figures) -> Table:
             [
                 "difference",
                 f"{figures.comparison.difference:+.3f}",
-                f"{low:+.3f} to {high:+.3f}",
-                *([""] * (len(positions) + 2)),
+                f"{low:+.2f} to {high:+.2f}",
+                *([""] * (len(positions) + 1)),
             ]
         )
     return {
-        "caption": "Acceptance length, its 95 % interval over prompts, and acceptance by position",
+        "caption": "Acceptance length with its 95 % interval over prompts, acceptance at each"
+        " position, and the share of repeated 4-grams",
         "columns": [
             "draft",
             "length",
             "95 % interval",
             *(f"at {at}" for at in positions),
-            "drafts",
-            "repeated 4-grams",
+            "repeated",
         ],
         "rows": rows,
     }
@@ -236,9 +236,8 @@ def _draft_row(name: str, draft: DraftFigures) -> list[str]:
     return [
         name,
         f"{draft.mean_length:.3f}",
-        _span(draft.interval, 3),
+        _span(draft.interval),
         *(f"{share:.1%}" for share in draft.per_position),
-        f"{draft.drafts:,}",
         f"{draft.repeated_4gram_share:.1%}",
     ]
 
@@ -254,9 +253,9 @@ def _divergence_row(item: Divergence) -> list[str]:
     ]
 
 
-def _span(interval: tuple[float, float], digits: int = 2) -> str:
+def _span(interval: tuple[float, float]) -> str:
     low, high = interval
-    return f"{low:.{digits}f} to {high:.{digits}f}"
+    return f"{low:.2f} to {high:.2f}"
 
 
 def _ties(figures: Figures) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from eagle3.acceptance import Figures
 from eagle3.report import content
+
+# The label, the figure and its interval are never cut, however narrow the terminal.
+_WHOLE = 3
 
 
 def show(figures: Figures, console: Console) -> None:
@@ -24,9 +28,9 @@ def show(figures: Figures, console: Console) -> None:
 
 
 def _table(source: content.Table) -> Table:
-    table = Table(title=source["caption"], title_justify="left")
+    table = Table(title=source["caption"], title_justify="left", box=box.SIMPLE_HEAD)
     for place, name in enumerate(source["columns"]):
-        table.add_column(name, justify="right" if place else "left")
+        table.add_column(name, justify="right" if place else "left", no_wrap=place < _WHOLE)
     for row in source["rows"]:
         table.add_row(*row)
     return table

@@ -1,0 +1,207 @@
+"""evaluate: how much of the draft a real vLLM accepts, how fast that is, and whether it lies.
+
+Three engines answer the same held-out prompts greedily, one after the other: with the trained
+draft, with the untrained one, and without any. Every finished block of prompts is kept, so a
+killed evaluation goes on where it was. Writes `acceptance.json` and `report.html`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from eagle3.acceptance import Divergence, Figures
+from eagle3.answers import Answers, LazyEngine, answer_missing, score_gaps
+from eagle3.artifact import Artifact
+from eagle3.capture import Generator
+from eagle3.conversations import read_heldout
+from eagle3.errors import ManifestInvalid
+from eagle3.evaluation import (
+    PLAIN,
+    TRAINED,
+    UNTRAINED,
+    Plan,
+    conclude,
+    encode_figures,
+    facts_of,
+    find_divergences,
+    make_plan,
+    rates_of,
+)
+from eagle3.lineage import refuse_trained_on, walk
+from eagle3.manifest import FileEntry, Manifest
+from eagle3.report import gather, render
+from eagle3.report.terminal import show
+from eagle3.store import sha256_of_file
+from eagle3.verifier import open_verifier
+from eagle3.vllm_capture import EngineOptions, VllmGenerator
+from jobs.process import StageRun, run_stage
+
+FIGURES_NAME, REPORT_NAME = "acceptance.json", "report.html"
+_UNTRAINED_FOLDER = "untrained"
+
+
+class Engines(Protocol):
+    """Starts engines by name: trained, untrained or plain."""
+
+    def __init__(self, run: StageRun, plan: Plan, scratch: Path) -> None: ...
+
+    def start(self, name: str) -> Generator:
+        """A running engine, with the draft that the name asks for."""
+
+
+class VllmEngines:
+    """vLLM on the verifier, with an exported draft or without one."""
+
+    def __init__(self, run: StageRun, plan: Plan, scratch: Path) -> None:
+        self._run, self._plan, self._scratch = run, plan, scratch
+
+    def start(self, name: str) -> Generator:
+        """See `Engines.start`. Raises VerifierInvalid, ManifestInvalid for other bytes."""
+        export = self._run.inputs["export"]
+        draft = None if name == PLAIN else draft_folder(export, self._scratch / "export", name)
+        count = self._plan.settings.num_speculative_tokens
+        return VllmGenerator(self._options, draft=draft, num_speculative_tokens=count)
+
+    @functools.cached_property
+    def _options(self) -> EngineOptions:
+        verifier = open_verifier(self._run.config.verifier)
+        facts = self._run.inputs["verifier"].manifest.verifier
+        assert facts is not None, "a verifier artefact names its verifier"
+        verifier.must_be(facts)
+        engine = self._plan.settings.engine
+        return EngineOptions(
+            model=verifier.local_folder(self._scratch),
+            max_model_len=self._plan.max_model_len,
+            dtype=engine.dtype,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            max_num_seqs=max(engine.max_num_seqs, self._plan.settings.concurrency),
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            trust_remote_code=self._run.config.verifier.trust_remote_code,
+            extra=engine.extra,
+        )
+
+
+def story(run: StageRun, engines: type[Engines] = VllmEngines) -> str:
+    """Check the split, ask the engines, conclude, write, commit."""
+    identity = run.claim()
+    if done := run.committed():
+        length = done.manifest.facts["acceptance_length_trained"]
+        return f"already committed, acceptance length {length:.2f}"
+    run.store.probe()
+    source, settings = run.inputs["prompts"].store, run.config.evaluate
+    plan = make_plan(
+        settings,
+        read_heldout(source),
+        untrained=has_untrained(run.inputs["export"]),
+        where=source.url,
+    )
+    lineage = walk([run.inputs["export"]])
+    refuse_trained_on({prompt.conversation for prompt in plan.prompts}, lineage)
+    answers, found = ask_all(run, plan, engines)
+    figures = conclude(plan, answers, found)
+    show(figures, Console())
+    verifier = run.config.verifier.serving_name or run.config.verifier.source
+    write(
+        run,
+        identity,
+        figures,
+        {
+            FIGURES_NAME: encode_figures(figures, plan, answers[TRAINED]),
+            REPORT_NAME: render(gather(figures, lineage, verifier)).encode(),
+        },
+    )
+    return (
+        f"acceptance length {figures.trained.mean_length:.2f} on {figures.heldout_prompts} "
+        f"held-out prompts, see {run.output().url}/{REPORT_NAME}"
+    )
+
+
+def ask_all(
+    run: StageRun, plan: Plan, engines: type[Engines]
+) -> tuple[dict[str, Answers], tuple[Divergence, ...]]:
+    """Let each engine answer what it has not answered yet, and score where answers part."""
+    work = run.store.child(f"work/{run.stage.name}")
+    answers = {name: Answers(work, name) for name in plan.blocks}
+    prompts = [prompt.input_ids for prompt in plan.prompts]
+    scored: tuple[Divergence, ...] = ()
+    with (
+        run.scratch() as scratch,
+        run.progress("answer", total=plan.num_answers, unit="prompts") as progress,
+    ):
+        starter = engines(run, plan, scratch)
+        for name, blocks in plan.blocks.items():
+            missing = answers[name].missing(blocks)
+            progress.advance(sum(map(len, {*blocks} - {*missing})), resumed=True, note=name)
+            with LazyEngine(functools.partial(starter.start, name)) as engine:
+                limit = plan.settings.max_new_tokens
+                for block in answer_missing(
+                    engine, answers[name], missing, prompts, max_tokens=limit
+                ):
+                    progress.advance(len(block), note=name)
+                    run.check_stop()
+                if name == PLAIN:
+                    found = find_divergences(plan, answers)
+                    plain = answers[PLAIN].results(plan.compared, plan.settings.num_prompts)
+                    scored = score_gaps(engine, work, found, prompts, plain)
+    return answers, scored
+
+
+def write(run: StageRun, identity: str, figures: Figures, objects: dict[str, bytes]) -> None:
+    """Write the objects and commit the manifest that names them."""
+    for path, data in objects.items():
+        run.output().write_bytes(path, data)
+    source = run.inputs["verifier"].manifest
+    run.commit(
+        Manifest(
+            artifact="evaluate",
+            identity=identity,
+            files=tuple(
+                FileEntry(path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+                for path, data in objects.items()
+            ),
+            rows_in=figures.heldout_prompts,
+            rows_kept=figures.heldout_prompts,
+            verifier=source.verifier,
+            tokenizer=source.tokenizer,
+            facts=facts_of(figures),
+            measured=rates_of(figures),
+        )
+    )
+
+
+def has_untrained(export: Artifact) -> bool:
+    """Whether the untrained draft was exported too."""
+    return any(entry.path.startswith(f"{_UNTRAINED_FOLDER}/") for entry in export.manifest.files)
+
+
+def draft_folder(export: Artifact, scratch: Path, name: str) -> Path:
+    """The local folder of an exported draft, every byte of it checked. Raises ManifestInvalid."""
+    root = export.store.local_path() or scratch
+    for entry in export.manifest.files:
+        path = root / entry.path
+        if export.store.local_path() is None and not path.exists():
+            export.store.get_file(entry.path, path)
+        if sha256_of_file(path) != entry.sha256:
+            raise ManifestInvalid(
+                f"{export.store.url}/{entry.path}",
+                wanted=f"sha256 {entry.sha256[:16]}, as the manifest says",
+                found="other bytes",
+                remedy="run export again under a prefix of its own",
+            )
+    return root / _UNTRAINED_FOLDER if name == UNTRAINED else root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage as this process."""
+    return run_stage("evaluate", story, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
