@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from eagle3 import vllm_capture
 from eagle3.capture import Capture, check_states, numeric_gate
 from eagle3.config import EngineConfig
 from eagle3.errors import CaptureInvalid, ManifestInvalid, ShardInvalid
@@ -36,7 +37,6 @@ from eagle3.units import (
     write_unit,
 )
 from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifier
-from eagle3.vllm_capture import EngineOptions, VllmCapture
 from eagle3.work import UnitRecord
 from jobs.process import StageRun, run_stage
 
@@ -297,7 +297,7 @@ def finished_manifest(
 
 def start_vllm(run: StageRun, model: Path, plan: Plan) -> Capture:
     """vLLM on the whole verifier."""
-    options = EngineOptions(
+    options = vllm_capture.EngineOptions(
         model=model,
         max_model_len=plan.max_seq_len + 1,
         dtype=plan.engine.dtype,
@@ -307,7 +307,7 @@ def start_vllm(run: StageRun, model: Path, plan: Plan) -> Capture:
         trust_remote_code=run.config.verifier.trust_remote_code,
         extra=plan.engine.extra,
     )
-    return VllmCapture(options, layer_ids=plan.layer_ids)
+    return vllm_capture.VllmCapture(options, layer_ids=plan.layer_ids)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from eagle3 import vllm_capture
 from eagle3.capture import Generator, Sampling
 from eagle3.config import RegenerateConfig
 from eagle3.conversations import Renderer, RowRecord, read_row_records
@@ -38,7 +39,6 @@ from eagle3.units import (
     write_unit,
 )
 from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifier
-from eagle3.vllm_capture import EngineOptions, VllmGenerator
 from eagle3.vocab import COUNTS_NAME, counts_from_dict, counts_to_dict, encode_counts
 from eagle3.work import UnitRecord
 from jobs.process import StageRun, run_stage
@@ -257,7 +257,7 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
 def start_vllm(run: StageRun, model: Path, plan: Plan) -> Generator:
     """vLLM on the whole verifier."""
     engine = plan.settings.engine
-    options = EngineOptions(
+    options = vllm_capture.EngineOptions(
         model=model,
         max_model_len=plan.max_seq_len,
         dtype=engine.dtype,
@@ -267,7 +267,7 @@ def start_vllm(run: StageRun, model: Path, plan: Plan) -> Generator:
         trust_remote_code=run.config.verifier.trust_remote_code,
         extra=engine.extra,
     )
-    return VllmGenerator(options)
+    return vllm_capture.VllmGenerator(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
