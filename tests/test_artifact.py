@@ -1,0 +1,152 @@
+"""Committing an artefact, and gating it: a broken upstream stops a stage before it starts."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import pytest
+
+from eagle3 import artifact as artifacts
+from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
+from eagle3.manifest import FileEntry, Manifest
+from eagle3.store import Store, open_store
+from tests.upstreams import HIDDEN_STATES, TOKENIZER, VERIFIER, commit, commit_upstreams, rewrite
+
+
+@pytest.fixture
+def run() -> Store:
+    return open_store(f"memory://artifact-{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def ready(run: Store) -> Store:
+    commit_upstreams(run)
+    return run
+
+
+def gate(run: Store, kind: str) -> artifacts.Artifact:
+    return artifacts.gate(run.child(kind).url, (kind,))
+
+
+def test_nothing_is_committed_without_a_manifest(run):
+    run.write_bytes("extract/hidden-000000.safetensors", b"states")
+    assert artifacts.find(run.child("extract")) is None
+
+
+def test_a_committed_artefact_is_found_with_its_manifest(ready):
+    found = artifacts.find(ready.child("extract"))
+    assert found is not None
+    assert found.manifest.total_samples == 6
+    assert found.ref().digest == found.digest
+    assert found.ref().url == ready.child("extract").url
+
+
+def test_a_manifest_that_contradicts_itself_is_not_written(run):
+    with pytest.raises(ManifestInvalid, match="rows_in"):
+        commit(run, "prepare", rows_in=7)
+    assert artifacts.find(run.child("prepare")) is None
+
+
+def test_the_same_content_committed_twice_keeps_the_first_manifest(ready):
+    first = artifacts.find(ready.child("extract"))
+    assert first is not None
+    later = msgspec.structs.replace(first.manifest, created_at="later", measured={"seconds": 9.0})
+    assert artifacts.commit(ready.child("extract"), later).manifest == first.manifest
+
+
+def test_other_content_never_replaces_a_manifest(ready):
+    first = artifacts.find(ready.child("extract"))
+    assert first is not None
+    other = msgspec.structs.replace(first.manifest, identity="another")
+    with pytest.raises(IdentityConflict, match="prefix of its own"):
+        artifacts.commit(ready.child("extract"), other)
+    standing = artifacts.find(ready.child("extract"))
+    assert standing is not None
+    assert standing.manifest == first.manifest
+
+
+def test_whole_upstreams_pass(ready):
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    inputs["verifier"] = gate(ready, "verifier")
+    artifacts.cross_check(inputs)
+
+
+def test_an_uncommitted_upstream_is_missing_and_the_stage_to_run_is_named(run):
+    with pytest.raises(UpstreamMissing, match="run extract first"):
+        gate(run, "extract")
+
+
+def test_an_object_more_than_the_manifest_names_does_no_harm(ready):
+    ready.write_bytes("extract/left-over", b"of a killed worker")
+    gate(ready, "extract")
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("layer_id_convention", "output_of_layer"),
+        ("layer_id_convention", None),
+        ("final_hidden_state", "post_norm"),
+        ("dtype", "float16"),
+        ("hidden_size", 128),
+        ("num_layers_captured", 3),
+        ("layer_ids", (2, 4, 5, 7)),
+        ("layer_ids", (2, 5, 4, 8)),
+        ("layer_ids", None),
+    ],
+)
+def test_hidden_states_that_say_something_else_of_themselves_are_refused(run, field, wrong):
+    commit(run, "extract", **{**HIDDEN_STATES, field: wrong})
+    with pytest.raises(ManifestInvalid) as caught:
+        gate(run, "extract")
+    # Ids and their number are compared with one another: either may be named.
+    assert field in caught.value.field or {field, "num_layers_captured"} == {
+        "layer_ids",
+        "num_layers_captured",
+    }
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "num_hidden_layers", "hidden_size", "vocab_size"])
+def test_two_verifiers_are_refused_by_the_fact_that_differs(ready, field):
+    other = msgspec.structs.replace(VERIFIER, **{field: "0" if field == "fingerprint" else 1})
+    rewrite(ready, "vocab", verifier=other)
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    with pytest.raises(ManifestInvalid, match=rf"verifier\.{field}.*as input states has it"):
+        artifacts.cross_check(inputs)
+
+
+def test_two_tokenizers_are_refused(ready):
+    rewrite(ready, "vocab", tokenizer=msgspec.structs.replace(TOKENIZER, size=9))
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    with pytest.raises(ManifestInvalid, match=r"tokenizer\.size"):
+        artifacts.cross_check(inputs)
+
+
+def test_inputs_made_from_other_rows_are_refused(ready, run):
+    other = open_store(f"{run.url}-other")
+    rows = commit(other, "prepare", identity="other rows")
+    commit(other, "vocab", inputs={"rows": rows})
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(other, "vocab")}
+    with pytest.raises(ManifestInvalid, match=r"inputs\.prepare\.digest"):
+        artifacts.cross_check(inputs)
+
+
+def test_an_input_replaced_since_another_was_made_from_it_is_refused(ready):
+    rewrite(ready, "verifier", identity="a later one")
+    inputs = {"states": gate(ready, "extract"), "verifier": gate(ready, "verifier")}
+    with pytest.raises(ManifestInvalid, match=r"inputs\.verifier\.digest"):
+        artifacts.cross_check(inputs)
+
+
+def test_the_one_missing_object_of_thousands_is_named(run):
+    store = run.child("prepare")
+    names = [f"rows-{number:06d}.safetensors" for number in range(3000)]
+    for name in names:
+        store.write_bytes(name, b"1")
+    files = tuple(FileEntry(path=name, bytes=1, sha256="a" * 64) for name in names)
+    artifacts.commit(store, Manifest(artifact="prepare", identity="i", files=files))
+    gate(run, "prepare")
+    store.delete(names[1234])
+    with pytest.raises(ManifestInvalid, match=names[1234]):
+        gate(run, "prepare")
