@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ OWN_ARGUMENTS = frozenset(
         "kv_transfer_config",
         "worker_extension_cls",
         "disable_log_stats",
+        "per_request_spec_decode_metrics",
         "seed",
     }
 )
@@ -68,8 +70,8 @@ class EngineOptions:
     num_threads: int | None = None
     """Threads of a CPU engine; all CPUs that this process may use when left out."""
     separate_process: bool | None = None
-    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no, for
-    there each process imports torch and vLLM again, which takes most of the start."""
+    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no where
+    it can be helped, for each process imports torch and vLLM again: most of a small start."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments of vLLM, passed on as they are."""
 
@@ -88,7 +90,7 @@ class Engine:
         self, options: EngineOptions, arguments: Mapping[str, Any], *, mla_off: bool = False
     ) -> None:
         config = _read_config(options.model)
-        self.separate_process = _separate_process(options)
+        self.separate_process = _separate_process(options, config)
         _set_environment(options, separate_process=self.separate_process, mla_off=mla_off)
         everything = {
             **_common_arguments(options),
@@ -165,10 +167,19 @@ def _read_config(model: Path) -> dict[str, Any]:
     return config
 
 
-def _separate_process(options: EngineOptions) -> bool:
+def _separate_process(options: EngineOptions, config: Mapping[str, Any]) -> bool:
+    """Whether the engine runs in processes of its own: see the option.
+
+    A CPU worker looks through all loaded modules for kernels to replace, and trips over
+    llvmlite's, which multimodal models load for their images. A new process has none of it yet.
+    """
     if options.separate_process is not None:
         return options.separate_process
-    return not current_platform.is_cpu()
+    return not current_platform.is_cpu() or _multimodal(config) or "llvmlite" in sys.modules
+
+
+def _multimodal(config: Mapping[str, Any]) -> bool:
+    return "vision_config" in config
 
 
 def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off: bool) -> None:
@@ -183,7 +194,7 @@ def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off:
     wanted = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
         "VLLM_MLA_DISABLE": "1" if mla_off and current_platform.is_cpu() else "0",
     }
@@ -233,7 +244,7 @@ def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones.
     """
     arguments: dict[str, Any] = {}
-    if "vision_config" in config:
+    if _multimodal(config):
         arguments["language_model_only"] = True
     if current_platform.is_cpu():
         arguments["enforce_eager"] = True
