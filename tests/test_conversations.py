@@ -24,6 +24,7 @@ from eagle3.conversations import (
     Renderer,
     RowBuilder,
 )
+from eagle3.conversations.encoding import Encoder
 from eagle3.conversations.messages import forms_of, parse, role_map
 from eagle3.conversations.split import conversation_id, is_heldout
 from eagle3.errors import ConfigError, ConversationsInvalid, VerifierInvalid
@@ -212,6 +213,33 @@ def test_a_template_that_never_ends_an_answer_is_not_trained_on(fast: Tokenizers
 def test_a_template_that_renders_no_question_is_refused_at_once(fast: Tokenizers) -> None:
     with pytest.raises(VerifierInvalid, match="renders a question"):
         renderer(fast("{{ raise_exception('no') }}"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=3),
+    rest=st.text(st.characters(codec="utf-8"), max_size=12),
+)
+@pytest.mark.parametrize("slow", [False, True])
+def test_encoding_only_what_is_new_gives_the_ids_of_the_whole(
+    fast: Tokenizers, slow: bool, answers: list[str], rest: str
+) -> None:
+    tokenizer = chats.slow_tokenizer() if slow else fast(chats.CHATML)
+    encoder = Encoder(tokenizer, [tokenizer.eos_token_id])
+    text = ""
+    for answer in answers:
+        start, text = len(text), f"{text}{answer}<|im_end|>"
+        encoder.know(text, start, encoder.ids(text))
+    assert encoder.ids(text + rest) == tokenizer.encode(text + rest, add_special_tokens=False)
+
+
+def test_what_is_known_is_not_encoded_again(fast: Tokenizers) -> None:
+    tokenizer = fast(chats.CHATML)
+    encoder = Encoder(tokenizer, [tokenizer.eos_token_id])
+    known = tokenizer.encode("a<|im_end|>")
+    # Ids that no encoding gives, to see that they are taken over.
+    encoder.know("a<|im_end|>", 0, [7, 7, tokenizer.eos_token_id])
+    assert encoder.ids("a<|im_end|>b")[:2] == [7, 7] != known[:2]
 
 
 # ---- rows that cannot be used ----------------------------------------------------------------

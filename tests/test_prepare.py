@@ -3,12 +3,9 @@
 import gzip
 import hashlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from eagle3.artifact import Artifact
 from eagle3.conversations import RawRow, Source, read_heldout, read_row_records
 from eagle3.conversations.split import conversation_id
 from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.manifest import MANIFEST_NAME
 from eagle3.shards import TokenRow, read_rows
 from eagle3.store import open_store
 from jobs import prepare
@@ -81,12 +79,14 @@ def rows_of(artifact: Artifact) -> list[TokenRow]:
     return [row for name in names for row in read_rows(artifact.store, name)]
 
 
-def digests(store: Path) -> dict[str, str]:
+def digests(run: Path) -> dict[str, str]:
+    """Path -> sha256 of every object of both artefacts, the manifests left out."""
     return {
-        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        f"{kind}/{info.path}": store.sha256(info.path)
         for kind in ("prepare", "verifier")
-        for path in sorted((store / kind).rglob("*"))
-        if path.is_file() and path.name != "data_config.json"
+        for store in [open_store(f"{run}/{kind}")]
+        for info in store.list()
+        if info.path != MANIFEST_NAME
     }
 
 
@@ -315,20 +315,20 @@ def test_b20_other_inputs_in_the_same_prefix_are_refused_by_name(
 # ---- kills -----------------------------------------------------------------------------------
 
 
-def start(config: Path, store: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "jobs.prepare", "--config", config, "--store", store]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-
-
-def kill_when(process: subprocess.Popen[bytes], ripe: Callable[[], bool]) -> bool:
-    """Kill -9 as soon as something holds; False where the process had ended by itself."""
-    while process.poll() is None:
-        if ripe():
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            return True
-        time.sleep(0.002)
-    return False
+_KILLER = """
+import os, signal, sys
+from jobs import prepare
+config, store, *moments = sys.argv[1:]
+for moment in moments:
+    child = os.fork()
+    if not child:
+        os._exit(prepare.main(["--config", config, "--store", store]))
+    while not os.path.exists(os.path.join(store, moment)):
+        assert not os.waitpid(child, os.WNOHANG)[0], f"it ended before {moment}"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not os.path.exists(os.path.join(store, "prepare/data_config.json")), moment
+"""
 
 
 def test_killed_at_any_moment_and_run_again_it_gives_the_same_objects(
@@ -336,17 +336,14 @@ def test_killed_at_any_moment_and_run_again_it_gives_the_same_objects(
 ) -> None:
     data = write_jsonl(tmp_path / "chats.jsonl", [chat(i, turns=3) for i in range(400)])
     config = write_config(tmp_path, verifier, data)
-    assert run_prepare(config, tmp_path / "calm") == 0
-    calm = digests(tmp_path / "calm")
-    shards = sorted(name for name in calm if name.endswith(".safetensors"))
-    disturbed = tmp_path / "disturbed"
-    # Between the last object and its manifest is among the moments.
-    moments = [*random.Random(7).sample(shards[:-2], 2), "prepare/token_counts.safetensors"]
-    for moment in moments:
-        kill_when(start(config, disturbed), (disturbed / moment).exists)
+    calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
+    assert run_prepare(config, calm) == 0
+    shards = sorted(name for name in digests(calm) if "rows-" in name)
+    # The last moment lies between the last object and its manifest.
+    moments = [*sorted(random.Random(7).sample(shards, 2)), "prepare/token_counts.safetensors"]
+    command = [sys.executable, "-c", _KILLER, str(config), str(disturbed), *moments]
+    subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
     assert run_prepare(config, disturbed) == 0
-    assert digests(disturbed) == calm
-    assert committed(disturbed).digest == committed(tmp_path / "calm").digest
-    assert (
-        committed(disturbed, "verifier").digest == committed(tmp_path / "calm", "verifier").digest
-    )
+    assert digests(disturbed) == digests(calm)
+    for kind in ("prepare", "verifier"):
+        assert committed(disturbed, kind).digest == committed(calm, kind).digest

@@ -17,6 +17,7 @@ import msgspec
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.conversations.encoding import Encoder
 from eagle3.conversations.messages import Message, Rejected
 from eagle3.errors import VerifierInvalid
 from eagle3.verifier.tokenizer import special_ids
@@ -42,8 +43,9 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stops = frozenset(stop_ids)
+        self._encoder = Encoder(tokenizer, stop_ids)
         self._switches = self._find_switches()
-        prompt = self._ids([_PROBE_USER], None, prompt=True)
+        prompt = self._prove_encoding()
         special = special_ids(tokenizer)
         self._marks = frozenset(prompt) & special
         self._control = _literals(tokenizer, special)
@@ -57,7 +59,7 @@ class Renderer:
 
         Raises Rejected where the template refuses these messages.
         """
-        return self._ids(messages, tools, prompt=True)
+        return self._ids(self._render(messages, tools, prompt=True))
 
     def turn_ids(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
@@ -70,11 +72,15 @@ class Renderer:
 
         Raises Rejected.
         """
-        whole = self._ids(messages, tools, prompt=False)
+        text = self._render(messages, tools, prompt=False)
+        whole = self._ids(text)
         for switch in self._switches:
-            prompt = self._ids(messages[:-1], tools, prompt=True, **switch)
-            if whole[: len(prompt)] == prompt:
-                return prompt, self._answer(whole[len(prompt) :])
+            start = self._render(messages[:-1], tools, prompt=True, **switch)
+            prompt = self._ids(start) if text.startswith(start) else []
+            if prompt and whole[: len(prompt)] == prompt:
+                answer = self._answer(whole[len(prompt) :])
+                self._encoder.know(text, len(start), [*prompt, *answer])
+                return prompt, answer
         raise Rejected("prompt_not_a_prefix", "the render with the answer begins otherwise")
 
     def check_texts(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
@@ -89,8 +95,7 @@ class Renderer:
             pattern = self._control_in_answer if _is_answer(message) else self._control
             if found := pattern.search(_as_json(message)):
                 raise Rejected("control_token", f"{found[0]} in a {message['role']} message")
-        text = self._render(messages, tools, prompt=False, tokenize=False)
-        assert isinstance(text, str)
+        text = self._render(messages, tools, prompt=False)
         start = 0
         for message in messages:
             wanted = message["content"].strip()
@@ -112,19 +117,22 @@ class Renderer:
             raise Rejected("role_marker_supervised", "the template has no generation prompt")
         return tail[: end + 1]
 
-    def _ids(
+    def _ids(self, text: str) -> list[int]:
+        return self._encoder.ids(text)
+
+    def _render(
         self,
         messages: Sequence[Message],
         tools: list[dict[str, Any]] | None,
         *,
         prompt: bool,
         **switch: Any,
-    ) -> list[int]:
-        ids = self._render(messages, tools, prompt=prompt, tokenize=True, **switch)
-        assert isinstance(ids, list), "apply_chat_template was asked for a list of ids"
-        return ids
+    ) -> str:
+        text = self._apply(messages, tools, prompt=prompt, tokenize=False, **switch)
+        assert isinstance(text, str)
+        return text
 
-    def _render(
+    def _apply(
         self,
         messages: Sequence[Message],
         tools: list[dict[str, Any]] | None,
@@ -155,10 +163,10 @@ class Renderer:
 
     def _find_switches(self) -> list[dict[str, Any]]:
         """The switches that change the generation prompt, those of the longest prompt first."""
-        prompts: dict[tuple[int, ...], dict[str, Any]] = {}
+        prompts: dict[str, dict[str, Any]] = {}
         for switch in _SWITCHES:
             try:
-                ids = self._ids([_PROBE_USER], None, prompt=True, **switch)
+                text = self._render([_PROBE_USER], None, prompt=True, **switch)
             except Rejected as error:
                 if switch:
                     continue
@@ -168,8 +176,21 @@ class Renderer:
                     found=error.detail,
                     remedy="bring the template that was published with the model",
                 ) from error
-            prompts.setdefault(tuple(ids), switch)
-        return [prompts[ids] for ids in sorted(prompts, key=len, reverse=True)]
+            prompts.setdefault(text, switch)
+        return [prompts[text] for text in sorted(prompts, key=len, reverse=True)]
+
+    def _prove_encoding(self) -> list[int]:
+        """The ids of a prompt, the same whether its text is encoded or the tokenizer is asked."""
+        ids = self._ids(self._render([_PROBE_USER], None, prompt=True))
+        asked = self._apply([_PROBE_USER], None, prompt=True, tokenize=True)
+        if ids != asked:
+            raise VerifierInvalid(
+                "chat template",
+                wanted=f"the ids of its text, {ids}",
+                found=f"{asked} from apply_chat_template",
+                remedy="use a tokenizer whose template is text, as servers expect it",
+            )
+        return ids
 
     def _find_tool_style(self) -> str | None:
         """Whether the template takes tool arguments as an object or as JSON text; None: neither.
@@ -183,7 +204,7 @@ class Renderer:
         for style, spoilt in (("object", "'probe_key'"), ("text", '\\"probe_key')):
             self._tool_style = style
             try:
-                text = self._render([_PROBE_USER, answer], None, prompt=False, tokenize=False)
+                text = self._render([_PROBE_USER, answer], None, prompt=False)
             except Rejected:
                 continue
             if "probe_key" in text and spoilt not in text:
