@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+from httpx2 import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -46,7 +44,7 @@ _PARALLEL_DOWNLOADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierFiles:
-    """A verifier's files. `repo` and `revision` are set for a hub repository only."""
+    """A verifier's files. `repo` and `revision`, a commit, are set for a hub repository only."""
 
     store: Store
     repo: str | None = None
@@ -150,7 +148,8 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
             remedy="correct the path",
         )
     root = _snapshot(source, revision, allow=list(_SMALL_FILES))
-    return VerifierFiles(store=open_store(str(root)), repo=source, revision=revision)
+    # A snapshot's folder is named after its commit: what is read later is of the same one.
+    return VerifierFiles(store=open_store(str(root)), repo=source, revision=root.name)
 
 
 def _snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Path:
@@ -171,7 +170,7 @@ def _snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Pa
             found=type(error).__name__,
             remedy="correct the id or the revision, or set HF_TOKEN",
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         raise ServiceUnavailable(
             f"verifier.source: {repo}",
             wanted="a local folder of that name, or the hub",

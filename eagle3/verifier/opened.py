@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
+import weakref
 from functools import cached_property
 from pathlib import Path
 
@@ -42,7 +44,6 @@ class Verifier(TextModel):
         super().__init__(
             text_config=resolve_text_config(config, where), trust_remote_code=trust_remote_code
         )
-        self._downloads: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def tied(self) -> bool:
@@ -128,21 +129,17 @@ class Verifier(TextModel):
         save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
-    @property
+    @cached_property
     def tokenizer_folder(self) -> Path:
         """The verifier's own folder where it is local, else a download of the small files."""
         if (folder := self.files.store.local_path()) is not None:
             return folder
-        if self._downloads is None:
-            self._downloads = tempfile.TemporaryDirectory(prefix="eagle3-tokenizer-")
-            small = (CONFIG_NAME, tokenizers.GENERATION_CONFIG_NAME)
-            names = [
-                name
-                for name in self.files.names()
-                if tokenizers.is_tokenizer_file(name) or name in small
-            ]
-            self.files.copy(names, Path(self._downloads.name))
-        return Path(self._downloads.name)
+        folder = Path(tempfile.mkdtemp(prefix="eagle3-tokenizer-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        small = (CONFIG_NAME, tokenizers.GENERATION_CONFIG_NAME)
+        names = (n for n in self.files.names() if tokenizers.is_tokenizer_file(n) or n in small)
+        self.files.copy(list(names), folder)
+        return folder
 
     @cached_property
     def _weights(self) -> Weights:
@@ -158,7 +155,20 @@ class Verifier(TextModel):
         }
         if not self.tied:
             stored["lm_head"] = self._found(self._family.lm_head, matrix)
+        elif self._family.lm_head in self._weights.paths:
+            self._check_tied(stored["embed"], self._found(self._family.lm_head, matrix))
         return stored
+
+    def _check_tied(self, embed: StoredTensor, lm_head: StoredTensor) -> None:
+        """A tied checkpoint may hold lm_head too, if it is the same: an engine ignores it."""
+        pieces = zip(self._weights.chunks(embed), self._weights.chunks(lm_head), strict=True)
+        if embed.dtype != lm_head.dtype or any(one != other for one, other in pieces):
+            raise VerifierInvalid(
+                f"{self.files.where}: tie_word_embeddings",
+                wanted=f"false, since {lm_head.key} differs from the embedding",
+                found="true",
+                remedy="correct config.json, or remove the tensor that is not used",
+            )
 
     def _found(self, key: str, shape: tuple[int, ...]) -> StoredTensor:
         where = f"{self.files.where}: {key}"

@@ -103,7 +103,7 @@ class Weights:
             raise VerifierInvalid(
                 f"{where}: weight_map",
                 wanted="tensor name -> file",
-                found=type(weight_map).__name__ if not weight_map else "an empty map",
+                found="an empty map" if weight_map == {} else type(weight_map).__name__,
                 remedy="download the index again",
             )
         # On the hub a file comes when it is required; elsewhere a missing one is missing.
