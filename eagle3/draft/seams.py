@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from loguru import logger as loguru_logger
 from speculators.train import checkpointer, cli, distributed, trainer
+from transformers.utils import logging as transformers_logging
 
 T = TypeVar("T")
 
@@ -64,6 +65,8 @@ def _quiet() -> Iterator[None]:
     root = logging.getLogger()
     root.addHandler(handler)
     loguru_logger.disable("speculators")
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             # Asked for by upstream whether or not there is memory to pin.
@@ -74,6 +77,8 @@ def _quiet() -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         loguru_logger.enable("speculators")
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _no_bar(iterable: Iterable[T], **_: object) -> Iterable[T]:

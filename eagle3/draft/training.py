@@ -86,7 +86,7 @@ def lay_out(
 
     Raises ConfigError, ManifestInvalid, ShardInvalid, VerifierInvalid.
     """
-    aux_layer_ids = auxiliary_layers(states, verifier)
+    aux_layer_ids = auxiliary_layers(states)
     layer = layer_config(config.geometry, verifier.text_config)
     index = index_rows(states)
     check_rows(
@@ -115,26 +115,19 @@ def lay_out(
     )
 
 
-def auxiliary_layers(states: Artifact, verifier: LoadedVerifier) -> tuple[int, ...]:
-    """The three auxiliary layer ids of an `extract/` artefact. Raises ManifestInvalid.
+def auxiliary_layers(states: Artifact) -> tuple[int, ...]:
+    """The three auxiliary layer ids of an `extract/` artefact, without the last one.
 
-    The last captured layer must be `num_hidden_layers`, what the final norm is given, and the
-    states must be those before that norm: upstream applies it itself.
+    That the ids are ascending and end with the final layer's, the gate has made sure of; upstream
+    takes any number of them and vLLM three. Raises ManifestInvalid.
     """
-    manifest = states.manifest
-    ids = manifest.layer_ids or ()
-    right = (
-        len(ids) == NUM_AUX_LAYERS + 1
-        and list(ids) == sorted(set(ids))
-        and ids[0] > 0
-        and ids[-1] == verifier.num_hidden_layers
-    )
-    if not right or manifest.final_hidden_state != "pre_norm":
+    ids = states.manifest.layer_ids or ()
+    if len(ids) != NUM_AUX_LAYERS + 1:
         raise ManifestInvalid(
-            f"{states.store.url}: layer_ids and final_hidden_state",
-            wanted=f"three auxiliary ids, then {verifier.num_hidden_layers}, pre_norm",
-            found=f"{list(ids)}, {manifest.final_hidden_state}",
-            remedy="run extract again: id k is the input of layer k",
+            f"{states.store.url}: layer_ids",
+            wanted=f"{NUM_AUX_LAYERS} auxiliary ids and the last",
+            found=list(ids),
+            remedy="run extract again",
         )
     return ids[:-1]
 
