@@ -28,7 +28,7 @@ check: setup ## lint, types and the tests without engines: the inner loop
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@$(PYTHON) -m pytest -q -m "not engine"
+	@$(PYTHON) -m pytest -q -m "not engine and not slow"
 
 lock: setup ## compile requirements.txt from pyproject.toml
 	@bash .ci/lock

@@ -199,6 +199,7 @@ def test_no_stage_of_that_name_is_a_usage_error(bench, stage):
     assert len(gated.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_same_gate_over_s3(s3_environment, bench):
     run = open_store(f"s3://bucket/{bench.folder.name}")
     for info in bench.run.list():

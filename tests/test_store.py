@@ -322,6 +322,7 @@ class TestMemory(StoreContract):
         return f"memory://{secrets.token_hex(4)}/run"
 
 
+@pytest.mark.slow
 class TestS3(SharedStoreContract):
     @pytest.fixture
     def url(self, s3_environment) -> str:

@@ -1,0 +1,288 @@
+"""The `eagle3` command: what it says to a person, and how it runs stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle3 import __version__
+from eagle3 import artifact as artifacts
+from eagle3.config import load_config, parse_config
+from eagle3.errors import UpstreamMissing
+from eagle3.manifest import Manifest
+from eagle3.store import Store, open_store
+from jobs import cli
+from jobs.local import chosen_stages, config_file, run_manifests, write_summary
+from tests.conftest import ROOT
+from tests.tiny_run import write_conversations
+from tests.tiny_verifiers import make_llama
+from tests.upstreams import CONFIG, commit_upstreams
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("verifier"), num_layers=4)
+
+
+def write_run(folder: Path, verifier: Path, *, conversations: int = 12) -> Path:
+    """A configuration whose data and verifier are real."""
+    data = write_conversations(folder / "chats.jsonl", conversations)
+    config = {
+        "verifier": {"source": str(verifier)},
+        "prepare": {"data": [str(data)], "max_seq_len": 256, "shard_rows": 4},
+        "regenerate": {"enabled": False},
+        "vocab": {"draft_vocab_size": 128},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def eagle3(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jobs.cli", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ruun"], "No such command 'ruun'"),
+        (["run"], "--config"),
+        (["run", "--config"], "requires an argument"),
+        (["run", "--config", "x", "--colour", "red"], "--colour"),
+        (["run", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
+        (["run", "--config", "x", "--from", "trian"], "--from: wanted one of prepare"),
+        (["run", "--config", "x", "--until", "trian"], "--until"),
+        (["config"], "found neither"),
+        (["config", "--config", "x", "--defaults"], "found both"),
+        (["train", "extra"], "extra"),
+    ],
+)
+def test_a_person_s_mistake_is_one_sentence_and_64(arguments, words, capsys):
+    assert cli.main(arguments) == 64
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert err.startswith("eagle3: ")
+
+
+def test_a_mistake_shows_no_traceback_from_the_shell_either(tmp_path):
+    (tmp_path / "run.yaml").write_text("verifier: {sauce: x}")
+    done = eagle3("run", "--config", str(tmp_path / "run.yaml"), "--store", str(tmp_path))
+    assert done.returncode == 64
+    assert done.stderr == (
+        "eagle3: verifier.sauce: wanted a known field, found an unknown one; "
+        "write verifier.source.\n"
+    )
+
+
+def test_the_version_and_the_help_are_no_mistakes(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"eagle3 {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    assert cli.main([]) == 0
+
+
+def test_the_configuration_is_printed_resolved_with_what_the_command_line_says(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    data = ["--data", "s3://b/a.jsonl", "--data", "b.parquet"]
+    assert cli.main(["config", "--config", str(path), "--verifier", "other/model", *data]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.yaml").write_text(printed)
+    config = load_config(tmp_path / "printed.yaml")
+    assert config.verifier.source == "other/model"
+    assert config.prepare.data == ("s3://b/a.jsonl", "b.parquet")
+    assert config.prepare.max_seq_len == 128
+    assert "# longest row kept (tokens)" in printed
+
+
+def test_defaults_print_a_template(capsys):
+    assert cli.main(["config", "--defaults"]) == 0
+    assert isinstance(parse_config(yaml.safe_load(capsys.readouterr().out)), object)
+
+
+def test_stages_are_chosen_from_one_to_another_without_those_left_out():
+    raw = yaml.safe_load(CONFIG)
+    config = parse_config(raw)
+    names = [stage.name for stage in chosen_stages(config, None, None)]
+    assert names == ["prepare", "extract", "vocab", "train", "export", "evaluate"]
+    assert [stage.name for stage in chosen_stages(config, "vocab", "train")] == ["vocab", "train"]
+    assert chosen_stages(config, "train", "vocab") == []
+    raw["regenerate"]["enabled"] = True
+    assert chosen_stages(parse_config(raw), "regenerate", "regenerate")[0].name == "regenerate"
+
+
+def test_the_stage_processes_get_the_configuration_as_it_was_resolved(tmp_path):
+    config = parse_config({**yaml.safe_load(CONFIG), "extract": {"layer_ids": [2, 4, 5, 8]}})
+    with config_file(config) as path:
+        assert load_config(path) == config
+    assert not path.exists()
+
+
+def test_a_stage_is_run_skipped_when_committed_and_refused_when_it_differs(verifier, tmp_path):
+    path = write_run(tmp_path, verifier)
+    store = f"file://{tmp_path}/run"
+    arguments = ["--config", str(path), "--store", store]
+
+    first = eagle3("run", *arguments, "--until", "prepare")
+    assert (first.returncode, first.stderr.count("Traceback")) == (0, 0)
+    assert "prepare: " in first.stdout
+    assert artifacts.find(open_store(store).child("prepare")) is not None
+
+    again = eagle3("prepare", *arguments)
+    assert again.returncode == 0
+    assert "committed already as" in again.stdout
+    assert "already committed" in again.stdout
+
+    other = write_conversations(tmp_path / "other.jsonl", 12, seed=1)
+    refused = eagle3("prepare", *arguments, "--data", str(other))
+    assert refused.returncode == 65
+    assert "prepare: inputs.data.0" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_run_stops_at_the_first_stage_that_fails_with_its_exit_code(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    store = f"file://{tmp_path}/run"
+    done = eagle3("run", "--config", str(path), "--store", store, "--from", "vocab")
+    assert done.returncode == 66
+    assert "run prepare first" in done.stderr
+    assert "train" not in done.stdout + done.stderr
+
+
+def test_the_gate_is_a_command_too(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    store = f"file://{tmp_path}/run"
+    commit_upstreams(open_store(store))
+    arguments = ["--config", str(path), "--store", store, "--stage", "train"]
+    assert eagle3("gate", *arguments).returncode == 0
+    open_store(store).delete("vocab/data_config.json")
+    assert eagle3("gate", *arguments).returncode == 66
+
+
+def wait_for(store: Store, path: str, process: subprocess.Popen[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not store.exists(path):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"no {path} within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_lets_its_stage_save_and_waits_for_it(
+    verifier, tmp_path, number
+):
+    path = write_run(tmp_path, verifier, conversations=20_000)
+    store = open_store(f"file://{tmp_path}/run")
+    command = [sys.executable, "-m", "jobs.cli", "run", "--config", str(path)]
+    process = subprocess.Popen(
+        [*command, "--store", store.url],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(store, "prepare/rows-000000.safetensors", process, 90)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "run it again to continue" in err
+    assert "Traceback" not in err
+    assert artifacts.find(store.child("prepare")) is None
+
+
+@pytest.mark.slow
+def test_asked_twice_a_run_kills_its_stage_and_the_next_run_continues(verifier, tmp_path):
+    path = write_run(tmp_path, verifier, conversations=400)
+    store = open_store(f"file://{tmp_path}/run")
+    command = [sys.executable, "-m", "jobs.cli", "prepare", "--config", str(path)]
+    process = subprocess.Popen(
+        [*command, "--store", store.url], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(store, "work/prepare/claim.json", process, 90)
+    # The stage cannot answer the first one while it stands still.
+    (child,) = children_of(process.pid)
+    os.kill(child, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 137
+    assert "killed by signal 9" in err
+    assert eagle3("prepare", "--config", str(path), "--store", store.url).returncode == 0
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def finished_run(store: Store) -> None:
+    """Manifests as a whole run leaves them, with the facts that a summary reads."""
+    commit_upstreams(store)
+    evaluated = {
+        "acceptance_length_trained": 2.1,
+        "acceptance_length_interval": [2.0, 2.2],
+        "acceptance_per_position": [0.5, 0.3, 0.2],
+        "repeated_4gram_share": 0.1,
+        "heldout_prompts": 200,
+        "lossless": True,
+        "lossless_prompts": 64,
+        "near_tie_divergences": 0,
+    }
+    rates = {
+        "tokens_per_second_with_draft": 80.0,
+        "tokens_per_second_without": 60.0,
+        "speedup": 1.33,
+        "seconds": 200.0,
+    }
+    store.delete("vocab/data_config.json")
+    for kind, facts, measured in (
+        ("vocab", {"draft_vocab_size": 64, "coverage": 0.98}, {"seconds": 2.0}),
+        ("train", {"steps": 400}, {"seconds": 300.0}),
+        ("evaluate", evaluated, rates),
+    ):
+        manifest = Manifest(artifact=kind, identity="i", files=(), facts=facts, measured=measured)
+        artifacts.commit(store.child(kind), manifest)
+
+
+def test_a_finished_run_ends_in_its_summary_as_one_line_and_as_an_object(tmp_path):
+    store = open_store(f"file://{tmp_path}/run")
+    finished_run(store)
+    config = parse_config(yaml.safe_load(CONFIG))
+    line = write_summary(config, store, {"train": 333.3})
+    record = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert record == json.loads(line)
+    assert "\n" not in line
+    assert record["samples"] == 6
+    assert record["acceptance_length_trained"] == 2.1
+    # What was run just now counts with its start; of the rest the manifest's seconds are known.
+    assert record["seconds_by_stage"] == {"vocab": 2.0, "train": 333.3, "evaluate": 200.0}
+    assert record["seconds_total"] == 535.3
+
+
+def test_a_summary_follows_the_inputs_to_another_run(tmp_path):
+    store, other = (open_store(f"file://{tmp_path}/{name}") for name in ("run", "other"))
+    finished_run(store)
+    commit_upstreams(other)
+    store.delete("extract/data_config.json")
+    raw = yaml.safe_load(CONFIG)
+    with pytest.raises(UpstreamMissing):
+        write_summary(parse_config(raw), store, {})
+    raw["inputs"] = {"train.states": f"{other.url}/extract"}
+    assert run_manifests(parse_config(raw), store)["extract"].total_samples == 6
+    assert json.loads(write_summary(parse_config(raw), store, {}))["samples"] == 6
