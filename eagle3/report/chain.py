@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eagle3.artifact import Artifact
 from eagle3.report.content import Table
@@ -40,7 +40,7 @@ def chain(lineage: Sequence[Artifact]) -> list[dict[str, str]]:
             {
                 "kind": manifest.artifact,
                 "digest": artifact.digest[:_DIGEST],
-                "text": _MEANING[manifest.artifact],
+                "text": _MEANING[manifest.artifact] + _rejections(manifest.rejected),
                 "inputs": ", ".join(f"{ref.artifact} {ref.digest[:_DIGEST]}" for ref in inputs),
                 "url": artifact.store.url,
             }
@@ -68,19 +68,24 @@ def footer(lineage: Sequence[Artifact]) -> str:
 
 def _stage_row(artifact: Artifact) -> list[str]:
     manifest = artifact.manifest
-    rejected = ", ".join(f"{count:,} {reason}" for reason, count in manifest.rejected.items())
     seconds = manifest.measured.get("seconds")
     return [
         manifest.artifact,
         _count(manifest.rows_in),
         _count(manifest.rows_kept),
-        rejected or "–",
+        _count(sum(manifest.rejected.values())),
         _count(manifest.total_samples),
         _count(manifest.total_tokens),
         _count(len(manifest.files)),
         _size(sum(entry.bytes for entry in manifest.files)),
         "–" if seconds is None else f"{seconds:,.0f}",
     ]
+
+
+def _rejections(rejected: Mapping[str, int]) -> str:
+    if not rejected:
+        return ""
+    return "; rejected: " + ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
 
 
 def _count(value: int) -> str:

@@ -120,7 +120,7 @@ def loss_curve(points: Sequence[LossPoint]) -> str:
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper right")
+        axes.legend(loc="lower left")
         return _svg(canvas)
 
 
@@ -143,6 +143,7 @@ def coverage_curve(points: Sequence[CoveragePoint], chosen: CoveragePoint) -> st
         )
         if points and points[-1].size > 20 * max(points[0].size, 1):
             axes.set_xscale("log", base=2)
+        axes.set_ylim(top=1.005)
         axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
         axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         return _svg(canvas)
