@@ -78,11 +78,12 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
     store = open_store(url)
     found = find(store)
     if found is None:
+        missing = next((kind for kind in kinds if store.url.endswith(f"/{kind}")), kinds[0])
         raise UpstreamMissing(
             f"{store.url}/{MANIFEST_NAME}",
             wanted=f"a committed {' or '.join(kinds)} artefact",
             found="no manifest",
-            remedy=f"run {kinds[0]} first, or name another run's artefact under inputs",
+            remedy=f"run {missing} first, or name another run's artefact under inputs",
         )
     if found.manifest.artifact not in kinds:
         raise ManifestInvalid(

@@ -65,7 +65,7 @@ def eagle3(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess
         (["run", "--config", "x", "--until", "trian"], "--until"),
         (["config"], "found neither"),
         (["config", "--config", "x", "--defaults"], "found both"),
-        (["train", "extra"], "extra"),
+        (["train", "--config", "x", "extra"], "extra"),
     ],
 )
 def test_a_person_s_mistake_is_one_sentence_and_64(arguments, words, capsys):
@@ -130,6 +130,7 @@ def test_the_stage_processes_get_the_configuration_as_it_was_resolved(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_stage_is_run_skipped_when_committed_and_refused_when_it_differs(verifier, tmp_path):
     path = write_run(tmp_path, verifier)
     store = f"file://{tmp_path}/run"
