@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -309,3 +309,59 @@ def _save_random(
                 parameter.data.uniform_(0.5, 1.5)
     model.generation_config.eos_token_id = [0, 2]
     model.to(getattr(torch, dtype)).save_pretrained(directory)
+
+
+def make_draft(
+    directory: Path, verifier: Path, *, aux_layer_ids: tuple[int, int, int] = (2, 4, 5)
+) -> Path:
+    """Write a random draft of a `make_llama` verifier, as speculators exports one.
+
+    Its vocabulary is the verifier's first 128 tokens. It knows nothing, so that nearly every
+    proposal is refused: for what must hold whatever a draft proposes.
+    """
+    layer = json.loads((verifier / "config.json").read_text())
+    hidden, inner, vocab = layer["hidden_size"], layer["intermediate_size"], layer["vocab_size"]
+    queries = layer["num_attention_heads"] * layer["head_dim"]
+    keys = layer["num_key_value_heads"] * layer["head_dim"]
+    shapes = {
+        "embed_tokens": (vocab, hidden),
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (128, hidden),
+        "norm": (hidden,),
+        "layers.0.hidden_norm": (hidden,),
+        "layers.0.input_layernorm": (hidden,),
+        "layers.0.post_attention_layernorm": (hidden,),
+        "layers.0.self_attn.q_proj": (queries, 2 * hidden),
+        "layers.0.self_attn.k_proj": (keys, 2 * hidden),
+        "layers.0.self_attn.v_proj": (keys, 2 * hidden),
+        "layers.0.self_attn.o_proj": (hidden, queries),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    source = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{name}.weight": INITIALIZER_RANGE * torch.randn(*shape, generator=source)
+        for name, shape in shapes.items()
+    }
+    tensors["d2t"] = torch.zeros(128, dtype=torch.int64)
+    tensors["t2d"] = torch.arange(vocab) < 128
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "dtype": "float32",
+        "draft_vocab_size": 128,
+        "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids),
+        "norm_before_residual": False,
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": layer["architectures"], "name_or_path": str(verifier)},
+        },
+        "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+    }
+    _write_json(directory / "config.json", config)
+    return directory

@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
 from eagle3.errors import ConfigError, Eagle3Error, VerifierInvalid
+from eagle3.vllm_capture.seams import let_llvmlite_be_looked_at
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache of a CPU engine where `extra` names no `kv_cache_memory_bytes`."""
@@ -70,8 +70,8 @@ class EngineOptions:
     num_threads: int | None = None
     """Threads of a CPU engine; all CPUs that this process may use when left out."""
     separate_process: bool | None = None
-    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no where
-    it can be helped, for each process imports torch and vLLM again: most of a small start."""
+    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no:
+    each process imports torch and vLLM again, which takes most of the start there."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments of vLLM, passed on as they are."""
 
@@ -90,7 +90,7 @@ class Engine:
         self, options: EngineOptions, arguments: Mapping[str, Any], *, mla_off: bool = False
     ) -> None:
         config = _read_config(options.model)
-        self.separate_process = _separate_process(options, config)
+        self.separate_process = _separate_process(options)
         _set_environment(options, separate_process=self.separate_process, mla_off=mla_off)
         everything = {
             **_common_arguments(options),
@@ -167,19 +167,10 @@ def _read_config(model: Path) -> dict[str, Any]:
     return config
 
 
-def _separate_process(options: EngineOptions, config: Mapping[str, Any]) -> bool:
-    """Whether the engine runs in processes of its own: see the option.
-
-    A CPU worker looks through all loaded modules for kernels to replace, and trips over
-    llvmlite's, which multimodal models load for their images. A new process has none of it yet.
-    """
+def _separate_process(options: EngineOptions) -> bool:
     if options.separate_process is not None:
         return options.separate_process
-    return not current_platform.is_cpu() or _multimodal(config) or "llvmlite" in sys.modules
-
-
-def _multimodal(config: Mapping[str, Any]) -> bool:
-    return "vision_config" in config
+    return not current_platform.is_cpu()
 
 
 def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off: bool) -> None:
@@ -203,6 +194,7 @@ def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off:
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
+        let_llvmlite_be_looked_at()
     os.environ.update(wanted)
     logging.getLogger("vllm").setLevel(wanted["VLLM_LOGGING_LEVEL"])
 
@@ -244,7 +236,7 @@ def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones.
     """
     arguments: dict[str, Any] = {}
-    if _multimodal(config):
+    if "vision_config" in config:
         arguments["language_model_only"] = True
     if current_platform.is_cpu():
         arguments["enforce_eager"] = True
