@@ -52,6 +52,13 @@ class Sample:
     hidden_states: Tensor
 
 
+def same_tokens(first: TokenRow | Sample, second: TokenRow | Sample) -> bool:
+    """Whether two rows have the same ids and the same mask."""
+    return torch.equal(first.input_ids, second.input_ids) and torch.equal(
+        first.loss_mask, second.loss_mask
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleRef:
     """Where one row lies: all that a ranged read needs. Both sizes are 0 in a token shard.

@@ -32,9 +32,11 @@ from safetensors.torch import load, save
 
 from eagle3.artifact import Artifact
 from eagle3.errors import ConfigError, MappingInvalid
+from eagle3.shards import TokenRow
 
 MAPPING_NAME = "mapping.safetensors"
 COUNTS_NAME = "token_counts.safetensors"
+_SMALLEST_ON_CURVE = 256
 _COUNTS_KEY = "counts"
 
 
@@ -81,6 +83,14 @@ def counts_from_dict(counts: MappingType[int, int], vocab_size: int) -> torch.Te
         tensor[token_id] = count
     _check_counts(tensor)
     return tensor
+
+
+def supervised_counts(rows: Iterable[TokenRow], vocab_size: int) -> torch.Tensor:
+    """int64 [V]: how often each token is supervised in these rows."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(row.input_ids[row.loss_mask == 1], minlength=vocab_size)
+    return counts
 
 
 def counts_to_dict(counts: torch.Tensor) -> dict[int, int]:
@@ -265,6 +275,15 @@ def coverage_curve(
     """(draft vocabulary size, its coverage) for each size, as `build_mapping` would choose."""
     required = tuple(required_ids)
     return [(size, coverage(counts, build_mapping(counts, size, required))) for size in sizes]
+
+
+def curve_sizes(chosen: int, vocab_size: int, *, smallest: int) -> list[int]:
+    """Powers of two from 256, the chosen size, and the whole vocabulary, ascending.
+
+    Those below `smallest`, the number of required ids, are left out.
+    """
+    powers = {2**k for k in range(vocab_size.bit_length()) if 2**k >= _SMALLEST_ON_CURVE}
+    return sorted(size for size in {*powers, chosen, vocab_size} if size >= smallest)
 
 
 def _check_counts(counts: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3.artifact import Artifact
-from eagle3.draft.checkpoints import CONFIG_NAME, DRAFT_FILES, MODEL_NAME, UNTRAINED
+from eagle3.draft.checkpoints import CONFIG_NAME, DRAFT, DRAFT_FILES, MODEL_NAME, UNTRAINED
 from eagle3.draft.export import Wanted, check_export, write_config
 from eagle3.errors import ManifestInvalid
 from eagle3.manifest import FileEntry, Manifest
@@ -19,7 +19,6 @@ from eagle3.store import Store, sha256_of_file
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs.process import StageRun, run_stage
-from jobs.train import DRAFT
 
 
 def story(run: StageRun) -> str:

@@ -17,14 +17,25 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 
 from eagle3 import vllm_capture
-from eagle3.capture import Capture, check_states, numeric_gate
+from eagle3.capture import Capture, as_stored, check_states, numeric_gate
 from eagle3.config import EngineConfig
 from eagle3.errors import CaptureInvalid, ManifestInvalid, ShardInvalid
-from eagle3.manifest import Manifest
-from eagle3.shards import Sample, ShardReader, TokenRow, encode_samples, read_rows
+from eagle3.manifest import (
+    FINAL_HIDDEN_STATE,
+    LAYER_ID_CONVENTION,
+    STATES_DTYPE,
+    Manifest,
+)
+from eagle3.shards import (
+    Sample,
+    ShardReader,
+    TokenRow,
+    encode_samples,
+    read_rows,
+    same_tokens,
+)
 from eagle3.store import Store
 from eagle3.units import (
     Unit,
@@ -40,7 +51,6 @@ from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifie
 from eagle3.work import UnitRecord
 from jobs.process import StageRun, run_stage
 
-LAYER_ID_CONVENTION = "input_of_layer"
 # Units being written while the next is captured; each holds a unit's states in memory.
 _WRITERS = 2
 
@@ -185,10 +195,8 @@ def capture_unit(
         reason = check_states(
             got, ids, num_layers=len(plan.layer_ids), hidden_size=plan.hidden_size
         )
-        states = got.hidden_states.to(torch.bfloat16)
-        if reason is None and not bool(torch.isfinite(states).all()):
-            reason = "non_finite"
-        if reason is None:
+        states = None if reason else as_stored(got.hidden_states)
+        if states is not None:
             samples.append(
                 Sample(
                     row=row.row,
@@ -198,7 +206,7 @@ def capture_unit(
                 )
             )
         else:
-            rejected[row.row] = reason
+            rejected[row.row] = reason or "non_finite"
     return CapturedUnit(unit=unit, rows=rows, samples=samples, rejected=rejected)
 
 
@@ -241,8 +249,7 @@ def check_adopted(store: Store, written: WrittenUnit, plan: Plan, rows: Sequence
         sample, row = reader.read(ref, finite=True), ours.get(ref.row)
         right = (
             row is not None
-            and torch.equal(sample.input_ids, row.input_ids)
-            and torch.equal(sample.loss_mask, row.loss_mask)
+            and same_tokens(sample, row)
             and sample.hidden_states.shape[1:] == (len(plan.layer_ids), plan.hidden_size)
         )
         if not right:
@@ -289,8 +296,8 @@ def finished_manifest(
         hidden_size=plan.hidden_size,
         num_layers_captured=len(plan.layer_ids),
         layer_id_convention=LAYER_ID_CONVENTION,
-        final_hidden_state="pre_norm",
-        dtype="bfloat16",
+        final_hidden_state=FINAL_HIDDEN_STATE,
+        dtype=STATES_DTYPE,
         codec="none",
     )
 

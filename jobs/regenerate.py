@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 
 from eagle3 import vllm_capture
 from eagle3.capture import Generator, Sampling
@@ -28,7 +27,7 @@ from eagle3.conversations import Renderer, RowRecord, read_row_records
 from eagle3.errors import ConfigError, ConversationsInvalid, ManifestInvalid
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.onpolicy import Chat, answers_in
-from eagle3.shards import TokenRow, encode_rows
+from eagle3.shards import encode_rows
 from eagle3.units import (
     Unit,
     UnitReader,
@@ -39,7 +38,13 @@ from eagle3.units import (
     write_unit,
 )
 from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifier
-from eagle3.vocab import COUNTS_NAME, counts_from_dict, counts_to_dict, encode_counts
+from eagle3.vocab import (
+    COUNTS_NAME,
+    counts_from_dict,
+    counts_to_dict,
+    encode_counts,
+    supervised_counts,
+)
 from eagle3.work import UnitRecord
 from jobs.process import StageRun, run_stage
 
@@ -212,14 +217,6 @@ def record_unit(
             measured={"answer_seconds": seconds},
         )
     )
-
-
-def supervised_counts(rows: Sequence[TokenRow], vocab_size: int) -> torch.Tensor:
-    """int64 [V]: how often each token is supervised in these rows."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        counts += torch.bincount(row.input_ids[row.loss_mask == 1], minlength=vocab_size)
-    return counts
 
 
 def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.draft.checkpoints import CURVE_NAME, DRAFT_FILES, UNTRAINED, Checkpoints, Marker
+from eagle3.draft.checkpoints import (
+    CURVE_NAME,
+    DRAFT,
+    DRAFT_FILES,
+    UNTRAINED,
+    Checkpoints,
+    Marker,
+)
 from eagle3.draft.metrics import CurvePoint, encode_curve
 from eagle3.draft.training import Layout, Ranks, Session, last_validation, lay_out
 from eagle3.errors import DraftInvalid
@@ -22,8 +29,6 @@ from eagle3.store import Store, sha256_of_file
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs.process import StageRun, run_stage
-
-DRAFT = "draft"
 
 
 def story(run: StageRun) -> str:

@@ -11,8 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import (
@@ -20,6 +18,7 @@ from eagle3.vocab import (
     build_mapping,
     coverage,
     coverage_curve,
+    curve_sizes,
     encode,
     load_counts,
     mapping_sha256,
@@ -27,7 +26,6 @@ from eagle3.vocab import (
 from jobs.process import StageRun, run_stage
 
 COVERAGE_NAME = "coverage.json"
-_SMALLEST_ON_CURVE = 256
 
 
 def story(run: StageRun) -> str:
@@ -54,7 +52,8 @@ def story(run: StageRun) -> str:
         "distinct_tokens": int(counts.count_nonzero()),
         "coverage": covered,
     }
-    curve = coverage_curve(counts, _curve_sizes(size, counts, len(required_ids)), required_ids)
+    sizes = curve_sizes(size, vocab_size, smallest=len(required_ids))
+    curve = coverage_curve(counts, sizes, required_ids)
     objects = {
         MAPPING_NAME: encode(mapping, required_ids=required_ids),
         COVERAGE_NAME: json.dumps({**told, "curve": curve}, indent=2).encode() + b"\n",
@@ -74,13 +73,6 @@ def story(run: StageRun) -> str:
     )
     run.commit(manifest)
     return f"wrote a draft vocabulary of {size} of {vocab_size} tokens, coverage {covered:.4f}"
-
-
-def _curve_sizes(chosen: int, counts: torch.Tensor, smallest: int) -> list[int]:
-    """Powers of two from 256, the chosen size, and the whole vocabulary, ascending."""
-    vocab_size = counts.numel()
-    powers = {2**k for k in range(vocab_size.bit_length()) if 2**k >= _SMALLEST_ON_CURVE}
-    return sorted(size for size in {*powers, chosen, vocab_size} if size >= smallest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

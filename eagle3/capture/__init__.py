@@ -10,7 +10,13 @@ Layer ids are the residual stream entering layer k (the last one, `num_hidden_la
 final hidden state before the model's last norm), ascending.
 """
 
-from eagle3.capture.checks import GateFigures, check_states, next_token_logprobs, numeric_gate
+from eagle3.capture.checks import (
+    GateFigures,
+    as_stored,
+    check_states,
+    next_token_logprobs,
+    numeric_gate,
+)
 from eagle3.capture.fakes import FakeCapture, FakeGenerator
 from eagle3.capture.protocols import (
     Capture,
@@ -33,6 +39,7 @@ __all__ = [
     "Sampling",
     "SpecCounters",
     "SpeculativeGenerator",
+    "as_stored",
     "check_states",
     "next_token_logprobs",
     "numeric_gate",

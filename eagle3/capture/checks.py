@@ -78,6 +78,12 @@ def check_states(
     return None
 
 
+def as_stored(states: torch.Tensor) -> torch.Tensor | None:
+    """The states in bfloat16, as shards hold them, or None where one is too large for it."""
+    stored = states.to(torch.bfloat16)
+    return stored if bool(torch.isfinite(stored).all()) else None
+
+
 def next_token_logprobs(
     states: torch.Tensor,
     ids: torch.Tensor,

@@ -22,7 +22,7 @@ MODEL_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 CURVE_NAME = "metrics.jsonl"
 STATE_NAME = "training_state.json"
-UNTRAINED = "untrained"
+DRAFT, UNTRAINED = "draft", "untrained"
 # What a draft is, and what else upstream needs to go on from it.
 DRAFT_FILES = (CONFIG_NAME, MODEL_NAME)
 _RESUME_FILES = ("optimizer_state_dict.pt", "scheduler_state_dict.pt", STATE_NAME, CURVE_NAME)
