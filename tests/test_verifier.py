@@ -333,6 +333,7 @@ class TestSources:
         here = opened(models["kimi"])
         assert torch.equal(verifier.three_tensors().lm_head, here.three_tensors().lm_head)
         assert verifier.stop_ids == here.stop_ids
+        verifier.files.store.write_bytes("original/consolidated.00.pth", b"the same weights again")
         folder = verifier.local_folder(tmp_path)
         names = {path.name: path.read_bytes() for path in models["kimi"].iterdir()}
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == names

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*",
 )  # fmt: skip
-# Other spellings of the same weights, which vLLM does not read.
-_NEVER_NEEDED = ("original/*", "*.pth", "*.gguf", "*.onnx", "onnx/*", "*.msgpack", "*.h5")
+# Other spellings of the same weights: vLLM reads the safetensors files where there are any.
+_NEVER_NEEDED = (
+    "original/*", "onnx/*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth",
+)  # fmt: skip
 _PARALLEL_DOWNLOADS = 8
 
 
@@ -110,7 +113,7 @@ class VerifierFiles:
             return _snapshot(self.repo, self.revision, allow=None)
         if (folder := self.store.local_path()) is not None:
             return folder
-        infos = self.store.list()
+        infos = [info for info in self.store.list() if not _is_never_needed(info.path)]
         needed, free = sum(info.bytes for info in infos), shutil.disk_usage(scratch).free
         if needed > free:
             raise EnvironmentMisconfigured(
@@ -150,6 +153,10 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
     root = _snapshot(source, revision, allow=list(_SMALL_FILES))
     # A snapshot's folder is named after its commit: what is read later is of the same one.
     return VerifierFiles(store=open_store(str(root)), repo=source, revision=root.name)
+
+
+def _is_never_needed(path: str) -> bool:
+    return any(fnmatch(path, pattern) for pattern in _NEVER_NEEDED)
 
 
 def _snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Path:
