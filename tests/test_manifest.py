@@ -1,4 +1,4 @@
-"""The manifest: what it promises to readers of version 1, what its digest covers, what it refuses."""
+"""The manifest: its promise to readers of version 1, what its digest covers, what it refuses."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""train, with upstream's real trainer: what it is fed, what it leaves, how it stops and goes on."""
+
 import json
 import os
 import signal
@@ -40,6 +42,8 @@ from eagle3.vocab import load_mapping
 from jobs import train
 from tests.tiny_verifiers import make_llama
 from tests.trainable import artifact_at, config_of, copy_of, make_run, recommit, stage_run
+
+pytestmark = pytest.mark.engine
 
 CONFIG = config_of()
 # Long enough that a signal finds it at work, short enough to be finished afterwards.
@@ -341,8 +345,8 @@ class TestRefusals:
         self, ready: Store, tmp_path: Path, fault: dict[str, Any]
     ) -> None:
         store = copy_of(ready, tmp_path)
+        recommit(store, "extract", **fault)
         with pytest.raises(ManifestInvalid, match=r"layer_ids|final_hidden_state"):
-            recommit(store, "extract", **fault)
             self.story(store)
 
     def test_b12_rows_longer_than_a_step(self, ready: Store, tmp_path: Path) -> None:
