@@ -6,7 +6,9 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,8 +101,11 @@ class Engine:
             **arguments,
         }
         try:
-            self.llm = LLM(**everything)
+            with _expected_warnings():
+                self.llm = LLM(**everything)
         except (RuntimeError, ValueError) as error:
+            if not self.separate_process:
+                cleanup_dist_env_and_memory()
             explained = _explain(error, options)
             if explained is None:
                 raise
@@ -147,6 +152,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def uses_mla(config: Mapping[str, Any]) -> bool:
     """Whether the text model has multi-head latent attention (DeepSeek, Kimi)."""
     return bool(text_config(config).get("kv_lora_rank"))
+
+
+@contextmanager
+def _expected_warnings() -> Iterator[None]:
+    """A CPU worker looks at everything in every module, torch's deprecated objects too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
+        yield
 
 
 def _read_config(model: Path) -> dict[str, Any]:

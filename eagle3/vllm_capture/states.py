@@ -83,9 +83,18 @@ class VllmCapture:
                 while waiting and waiting[0] in written:
                     yield _take(finished.pop(waiting.pop(0)))
         finally:
-            # Only after an error, or when the caller stopped asking.
-            if self._engine.llm.llm_engine.has_unfinished_requests():
-                self._engine.llm.llm_engine.abort_request(waiting)
+            if waiting:
+                self._give_up(waiting)
+
+    def _give_up(self, waiting: Sequence[str]) -> None:
+        """Forget a unit after an error, or when the caller stopped asking, and its files.
+
+        A file that an engine of its own process writes later goes with the directory.
+        """
+        self._engine.llm.llm_engine.abort_request(list(waiting))
+        self._step()
+        for path in Path(self._directory).iterdir():
+            path.unlink(missing_ok=True)
 
     def _step(self) -> list[RequestOutput]:
         """One step of the engine; returns the requests that it finished.

@@ -1,0 +1,342 @@
+"""Real vLLM on tiny verifiers: what it hands over equals transformers, bit for bit again.
+
+One engine per class; each test uses its running engine.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, DeepseekV3ForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from eagle3.capture import CapturedRow, Sampling, SpecCounters, check_states, numeric_gate
+from eagle3.errors import CaptureInvalid, ConfigError, VerifierInvalid
+from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
+from tests.tiny_verifiers import make_draft, make_kimi, make_llama
+
+pytestmark = pytest.mark.engine
+
+LAYER_IDS = (2, 4, 5, 8)
+HIDDEN_SIZE = 64
+MAX_MODEL_LEN = 1025
+
+
+def options(model: Path, **changes: object) -> EngineOptions:
+    """One thread: a tiny model gains nothing from more."""
+    plain = EngineOptions(
+        model=model, max_model_len=MAX_MODEL_LEN, dtype="float32", max_num_seqs=8, num_threads=1
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def make_rows() -> list[list[int]]:
+    """Rows of many lengths: more than a step takes, two with a long common prefix, one longest."""
+    source = torch.Generator().manual_seed(3)
+    lengths = [12, 200, 33, 128, 9, 77, 150, 64, 31, 99, MAX_MODEL_LEN - 1, 1]
+    rows = [torch.randint(3, 500, (length,), generator=source).tolist() for length in lengths]
+    rows[6][:128] = rows[1][:128]
+    return rows
+
+
+ROWS = make_rows()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_kimi(tmp_path_factory.mktemp("kimi"))
+
+
+@pytest.fixture(scope="module")
+def llama_reference(llama: Path) -> PreTrainedModel:
+    return LlamaForCausalLM.from_pretrained(llama, dtype="float32").eval()
+
+
+@pytest.fixture(scope="module")
+def kimi_reference(kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """The text model alone, its weights under its own names."""
+    plain = tmp_path_factory.mktemp("kimi-text")
+    weights = {
+        key.removeprefix("language_model."): tensor
+        for file in sorted(kimi.glob("*.safetensors"))
+        for key, tensor in load_file(file).items()
+        if key.startswith("language_model.")
+    }
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    AutoConfig.from_pretrained(kimi).text_config.save_pretrained(plain)
+    return DeepseekV3ForCausalLM.from_pretrained(plain, dtype="float32").eval()
+
+
+def reference_states(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """`[T, L, H]` by transformers: what enters each layer, and at the end what enters the norm."""
+    entered: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0][0].clone()))
+        for module in (*model.model.layers, model.model.norm)
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([entered[layer_id] for layer_id in LAYER_IDS], dim=1)
+
+
+def relative_errors(states: torch.Tensor, reference: torch.Tensor) -> list[float]:
+    """One per layer: some activations are huge, so differences are compared with their size."""
+    return [
+        float((states[:, layer] - reference[:, layer]).norm() / reference[:, layer].norm())
+        for layer in range(reference.shape[1])
+    ]
+
+
+def same(rows: Sequence[CapturedRow], others: Sequence[CapturedRow]) -> bool:
+    return all(
+        torch.equal(row.hidden_states, other.hidden_states)
+        for row, other in zip(rows, others, strict=True)
+    )
+
+
+def three_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {"norm_weight": model.model.norm.weight.data, "lm_head": model.lm_head.weight.data}
+
+
+class TestLlamaCapture:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def capture(
+        cls, llama: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[VllmCapture]:
+        scratch = tmp_path_factory.mktemp("scratch")
+        running = VllmCapture(options(llama), layer_ids=LAYER_IDS, scratch=scratch)
+        assert len(list(scratch.iterdir())) == 1
+        yield running
+        left = [path.name for path in scratch.rglob("*") if path.is_file()]
+        running.close()
+        assert left == [], "the engine's files are taken away as they are read"
+        assert list(scratch.iterdir()) == []
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def captured(cls, capture: VllmCapture) -> list[CapturedRow]:
+        return list(capture.capture(ROWS))
+
+    def test_b21_b22_b23_states_are_those_of_transformers(
+        self, captured: list[CapturedRow], llama_reference: PreTrainedModel
+    ) -> None:
+        for ids, row in zip(ROWS, captured, strict=True):
+            assert check_states(row, ids, num_layers=4, hidden_size=HIDDEN_SIZE) is None
+            reference = reference_states(llama_reference, ids)
+            assert max(relative_errors(row.hidden_states, reference)) < 1e-4
+            one_off = reference.roll(1, dims=1)
+            assert min(relative_errors(row.hidden_states, one_off)) > 0.05
+
+    def test_the_unit_is_captured_again_with_the_same_bytes(
+        self, capture: VllmCapture, captured: list[CapturedRow]
+    ) -> None:
+        assert same(list(capture.capture(ROWS)), captured)
+
+    def test_b25_a_row_does_not_depend_on_its_company(
+        self, capture: VllmCapture, captured: list[CapturedRow]
+    ) -> None:
+        backwards = list(capture.capture(ROWS[::-1]))[::-1]
+        alone = [row for ids in ROWS for row in capture.capture([ids])]
+        assert same(backwards, captured)
+        assert same(alone, captured)
+
+    def test_numeric_gate_passes_and_refuses_a_norm_left_out(
+        self, capture: VllmCapture, llama_reference: PreTrainedModel
+    ) -> None:
+        tensors = three_tensors(llama_reference)
+        figures = numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+        assert figures.mean_difference < 1e-4
+        assert min(figures.other_layers) > 0.3
+        tensors["norm_weight"] = torch.ones(HIDDEN_SIZE)
+        with pytest.raises(CaptureInvalid, match="nats on average"):
+            numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+
+    def test_prompt_logprobs_are_those_of_transformers(
+        self, capture: VllmCapture, llama_reference: PreTrainedModel
+    ) -> None:
+        ids = torch.tensor(ROWS[1])
+        with torch.no_grad():
+            logits = llama_reference(ids[None]).logits[0]
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(capture.prompt_logprobs(ROWS[1]), expected, rtol=1e-4, atol=1e-4)
+
+    def test_no_rows_are_no_work(self, capture: VllmCapture) -> None:
+        assert list(capture.capture([])) == []
+
+    @pytest.mark.parametrize("length", [0, MAX_MODEL_LEN])
+    def test_a_row_that_does_not_fit_is_refused(self, capture: VllmCapture, length: int) -> None:
+        with pytest.raises(ConfigError, match=f"a row of {length}"):
+            capture.capture([[5] * length])
+
+    def test_a_unit_given_up_does_not_disturb_the_next(
+        self, capture: VllmCapture, captured: list[CapturedRow]
+    ) -> None:
+        for row in capture.capture(ROWS):
+            assert same([row], captured[:1])
+            break
+        assert same(list(capture.capture(ROWS[:3])), captured[:3])
+
+
+class TestLlamaAnswers:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def generator(cls, llama: Path) -> Iterator[VllmGenerator]:
+        running = VllmGenerator(options(llama))
+        yield running
+        running.close()
+
+    def test_greedy_answers_are_those_of_transformers(
+        self, generator: VllmGenerator, llama_reference: PreTrainedModel
+    ) -> None:
+        prompts = [ids for ids in ROWS if len(ids) < 200]
+        answers = generator.generate(prompts, Sampling(max_tokens=24))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt])
+            expected = llama_reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )[0, len(prompt) :].tolist()
+            assert list(answer.token_ids) == expected
+            ended = expected[-1] in (0, 2)
+            assert answer.finish_reason == ("stop" if ended else "length")
+
+    def test_sampled_answers_follow_from_the_seed(self, generator: VllmGenerator) -> None:
+        first = Sampling(max_tokens=16, temperature=1.0, top_k=50, seed=1)
+        answers = generator.generate(ROWS[:6], first)
+        generator.generate(ROWS[:2], first)
+        assert generator.generate(ROWS[:6], first) == answers
+        assert generator.generate(ROWS[:6], dataclasses.replace(first, seed=2)) != answers
+
+    def test_b94_answers_say_why_they_end(self, generator: VllmGenerator) -> None:
+        answers = generator.generate(ROWS[:6], Sampling(max_tokens=5, ignore_end=True))
+        assert [(len(answer.token_ids), answer.finish_reason) for answer in answers] == [
+            (5, "length")
+        ] * 6
+
+    def test_most_probable_tokens_are_reported(
+        self, generator: VllmGenerator, llama_reference: PreTrainedModel
+    ) -> None:
+        (answer,) = generator.generate([ROWS[2]], Sampling(max_tokens=3, num_top_logprobs=2))
+        with torch.no_grad():
+            logits = llama_reference(torch.tensor([ROWS[2]])).logits[0, -1]
+        best = logits.log_softmax(-1).topk(2)
+        assert len(answer.top_logprobs) == len(answer.token_ids)
+        assert answer.top_logprobs[0] == pytest.approx(
+            dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-4
+        )
+
+    def test_without_a_draft_nothing_is_counted(self, generator: VllmGenerator) -> None:
+        assert generator.counters() == SpecCounters(0, 0, 0, ())
+
+
+class TestLlamaWithADraft:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def generator(
+        cls, llama: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[VllmGenerator]:
+        draft = make_draft(tmp_path_factory.mktemp("draft"), llama)
+        running = VllmGenerator(options(llama), draft=draft, num_speculative_tokens=3)
+        yield running
+        running.close()
+
+    def test_the_draft_changes_no_greedy_answer(
+        self, generator: VllmGenerator, llama_reference: PreTrainedModel
+    ) -> None:
+        prompts = [ids for ids in ROWS if 1 < len(ids) < 200]
+        before = generator.counters()
+        answers = generator.generate(prompts, Sampling(max_tokens=24, ignore_end=True))
+        counted = generator.counters().since(before)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = torch.tensor([[*prompt, *answer.token_ids]])
+            with torch.no_grad():
+                best = llama_reference(whole).logits[0].argmax(-1)
+            assert best[len(prompt) - 1 : -1].tolist() == list(answer.token_ids)
+        self.check_counts(counted, [answer.accepted_histogram for answer in answers])
+
+    def check_counts(self, counted: SpecCounters, histograms: list[tuple[int, ...]]) -> None:
+        """The engine counts twice, in all and by answer: both must say the same."""
+        steps = [sum(column) for column in zip(*histograms, strict=True)]
+        assert len(steps) == 4
+        assert sum(steps) == counted.num_drafts > 0
+        assert counted.num_draft_tokens == 3 * counted.num_drafts
+        assert counted.accepted_per_pos == tuple(sum(steps[at:]) for at in (1, 2, 3))
+        assert counted.num_accepted_tokens == sum(counted.accepted_per_pos)
+
+
+class TestKimiCapture:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def capture(cls, kimi: Path) -> Iterator[VllmCapture]:
+        running = VllmCapture(options(kimi), layer_ids=LAYER_IDS)
+        yield running
+        running.close()
+
+    def test_b105_states_are_those_of_transformers(
+        self, capture: VllmCapture, kimi_reference: PreTrainedModel
+    ) -> None:
+        for ids, row in zip(ROWS, capture.capture(ROWS), strict=True):
+            assert check_states(row, ids, num_layers=4, hidden_size=HIDDEN_SIZE) is None
+            reference = reference_states(kimi_reference, ids)
+            # Experts and latent attention sum in another order than transformers.
+            assert max(relative_errors(row.hidden_states, reference)) < 5e-4
+            one_off = reference.roll(1, dims=1)
+            assert min(relative_errors(row.hidden_states, one_off)) > 0.05
+
+    def test_the_unit_is_captured_again_with_the_same_bytes(self, capture: VllmCapture) -> None:
+        assert same(list(capture.capture(ROWS[:6])), list(capture.capture(ROWS[:6])))
+
+    def test_numeric_gate_passes_and_refuses_the_vision_towers_norm(
+        self, capture: VllmCapture, kimi: Path, kimi_reference: PreTrainedModel
+    ) -> None:
+        tensors = three_tensors(kimi_reference)
+        assert numeric_gate(capture, ROWS[1], **tensors, eps=1e-5).mean_difference < 1e-4
+        name = "vision_tower.encoder.final_layernorm.weight"
+        index = json.loads((kimi / "model.safetensors.index.json").read_text())
+        tensors["norm_weight"] = load_file(kimi / index["weight_map"][name])[name]
+        with pytest.raises(CaptureInvalid, match="nats on average"):
+            numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+
+
+class TestRefusals:
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"readable config.json.*found none"):
+            VllmGenerator(options(tmp_path / "nowhere"))
+
+    def test_an_argument_that_is_not_the_users_to_set(self, llama: Path) -> None:
+        with pytest.raises(ConfigError, match=r"engine\.extra\.enable_prefix_caching"):
+            VllmGenerator(options(llama, extra={"enable_prefix_caching": True}))
+
+    def test_b25_prefill_in_pieces(self, llama: Path) -> None:
+        with pytest.raises(ConfigError, match="prefilled in one step"):
+            VllmGenerator(options(llama, max_num_batched_tokens=512))
+
+    @pytest.mark.parametrize("layer_ids", [(), (4, 2, 8), (2, 2, 8)])
+    def test_layer_ids_out_of_order(self, llama: Path, layer_ids: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigError, match="ascending"):
+            VllmCapture(options(llama), layer_ids=layer_ids)
+
+    def test_an_unknown_architecture(self, llama: Path, tmp_path: Path) -> None:
+        config = json.loads((llama / "config.json").read_text())
+        config |= {"architectures": ["NopeForCausalLM"], "model_type": "nope"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(VerifierInvalid, match="an architecture that this vLLM serves"):
+            VllmGenerator(options(tmp_path))
+
+    def test_a_context_longer_than_the_verifiers(self, llama: Path) -> None:
+        with pytest.raises(ConfigError, match="max_seq_len"):
+            VllmGenerator(options(llama, max_model_len=4096))
+
+    def test_b104_too_little_memory_for_one_row(self, llama: Path) -> None:
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+            VllmGenerator(options(llama, extra={"kv_cache_memory_bytes": 1 << 16}))
