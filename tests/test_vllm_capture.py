@@ -4,22 +4,30 @@ One engine per class; each test uses its running engine.
 """
 
 import dataclasses
+import importlib
 import json
+import pkgutil
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import vllm.envs
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DeepseekV3ForCausalLM, LlamaForCausalLM, PreTrainedModel
+from vllm.engine.arg_utils import EngineArgs
 
+import eagle3.vllm_capture
 from eagle3.capture import CapturedRow, Sampling, SpecCounters, check_states, numeric_gate
 from eagle3.errors import CaptureInvalid, ConfigError, VerifierInvalid
 from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
+from eagle3.vllm_capture.engine import OWN_ARGUMENTS
 from tests.tiny_verifiers import make_draft, make_kimi, make_llama
 
 pytestmark = pytest.mark.engine
 
+DOC = eagle3.vllm_capture.__doc__ or ""
 LAYER_IDS = (2, 4, 5, 8)
 HIDDEN_SIZE = 64
 MAX_MODEL_LEN = 1025
@@ -306,6 +314,29 @@ class TestKimiCapture:
         tensors["norm_weight"] = load_file(kimi / index["weight_map"][name])[name]
         with pytest.raises(CaptureInvalid, match="nats on average"):
             numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+
+
+class TestUpstreamNames:
+    """Each name that the package says it relies on is still there."""
+
+    @pytest.mark.parametrize("name", re.findall(r"^    (vllm\.\S+)$", DOC, flags=re.MULTILINE))
+    def test_a_dotted_name(self, name: str) -> None:
+        pkgutil.resolve_name(name)
+
+    def test_the_connectors_names(self) -> None:
+        module = importlib.import_module(re.search(r"of (vllm\.\S+):", DOC)[1])
+        connector = module.ExampleHiddenStatesConnector
+        initialised = connector.__init__.__code__.co_names
+        for name in re.findall(r"`(_\w+)`", DOC):
+            assert hasattr(connector, name) or name in initialised, name
+        for name in re.findall(r"PendingSave|\w+_hidden_states\b|extract_from_\w+", DOC):
+            assert hasattr(module, name) or name == "extract_hidden_states", name
+
+    def test_the_engines_arguments_and_environment(self) -> None:
+        accepted = {field.name for field in dataclasses.fields(EngineArgs)}
+        also = re.search(r"OWN_ARGUMENTS`, and ([\w,\s]+);", DOC)[1]
+        assert accepted >= OWN_ARGUMENTS | set(re.findall(r"\w+", also))
+        assert set(re.findall(r"\bVLLM_\w+", DOC)) <= set(vllm.envs.environment_variables)
 
 
 class TestRefusals:
