@@ -7,14 +7,16 @@ It needs the standard library, msgspec and the store, and reads no object but ma
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle3 import manifest as manifests
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
-from eagle3.manifest import MANIFEST_NAME, InputRef, Manifest
-from eagle3.store import Store, open_store
+from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
+from eagle3.store import Store, open_store, sha256_of_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,30 @@ def commit(store: Store, manifest: Manifest) -> Artifact:
             ) from None
         return standing
     return Artifact(store=store, manifest=manifest)
+
+
+def put(
+    store: Store, path: str, content: bytes | Path, *, samples: int = 0, tokens: int = 0
+) -> FileEntry:
+    """Create an object of an artefact from bytes or from a finished file; returns its entry.
+
+    Raises IdentityConflict where other bytes lie there: the same inputs gave the same bytes.
+    """
+    try:
+        if isinstance(content, bytes):
+            size, sha256 = len(content), hashlib.sha256(content).hexdigest()
+            store.create_bytes(path, content)
+        else:
+            size, sha256 = content.stat().st_size, sha256_of_file(content)
+            store.create_file(content, path)
+    except FileExistsError as error:
+        raise IdentityConflict(
+            f"{store.url}/{path}",
+            wanted="the bytes that these inputs give",
+            found="others, as of another version of eagle3",
+            remedy="give this run a store prefix of its own",
+        ) from error
+    return FileEntry(path=path, bytes=size, sha256=sha256, samples=samples, tokens=tokens)
 
 
 def gate(url: str, kinds: tuple[str, ...]) -> Artifact:

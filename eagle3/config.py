@@ -70,7 +70,7 @@ class PrepareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     data: Annotated[
         tuple[str, ...],
-        _doc("JSONL or Parquet files of conversations: paths or fsspec URLs", affects=False),
+        _doc("JSONL or Parquet files: paths, fsspec URLs, patterns of names", affects=False),
     ]
     max_seq_len: Annotated[Length, _doc("longest row kept", unit="tokens")] = 2048
     max_conversations: Annotated[
@@ -92,6 +92,9 @@ class PrepareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, str], _doc("role in the data -> system, user, assistant or tool")
     ] = {}
     shard_rows: Annotated[Count, _doc("rows per object", unit="rows")] = 256
+    num_workers: Annotated[
+        Natural, _doc("processes that tokenise; 0 is the stage's own", affects=False)
+    ] = 0
 
 
 class RegenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +173,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: Annotated[Natural, _doc("seed of weights, order and noise")] = 0
     checkpoints_per_epoch: Annotated[Count, _doc("checkpoints stored", affects=False)] = 1
     num_workers: Annotated[Natural, _doc("loader processes", affects=False)] = 0
+    processes: Annotated[
+        Count | None,
+        _doc("training processes on this node; null is one per GPU", affects=False),
+    ] = None
     geometry: Annotated[GeometryConfig, _doc("the draft's shape")] = GeometryConfig()
 
 

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from eagle3.conversations import Converter, Preparation, Renderer, Source, outcomes
-from eagle3.manifest import FileEntry, Manifest, identity_of
-from eagle3.store import sha256_of_file
+from eagle3 import artifact as artifacts
+from eagle3.conversations import (
+    Converter,
+    Preparation,
+    Renderer,
+    Source,
+    open_sources,
+    outcomes,
+    parallel_outcomes,
+)
+from eagle3.manifest import Manifest, identity_of
 from eagle3.verifier import Verifier, open_verifier
 from jobs.process import StageRun, run_stage
 
@@ -23,7 +31,7 @@ def story(run: StageRun) -> str:
     """Measure the sources, claim, commit the verifier, convert every row, commit the rows."""
     config = run.config.prepare
     run.store.probe()
-    sources = [Source(url) for url in config.data]
+    sources = open_sources(config.data)
     measured = [source.measure() for source in sources]
     verifier = open_verifier(run.config.verifier)
     converter = Converter(Renderer(verifier.load_tokenizer(), verifier.stop_ids), config)
@@ -58,17 +66,13 @@ def commit_verifier(run: StageRun, verifier: Verifier, identity: str) -> None:
     if run.committed("verifier"):
         return
     store = run.output("verifier")
-    files = []
     with run.scratch() as folder:
-        for name in verifier.save_artifact_files(folder):
-            path = folder / name
-            store.create_file(path, name)
-            size = path.stat().st_size
-            files.append(FileEntry(path=name, bytes=size, sha256=sha256_of_file(path)))
+        names = verifier.save_artifact_files(folder)
+        files = tuple(artifacts.put(store, name, folder / name) for name in names)
     manifest = Manifest(
         artifact="verifier",
         identity=identity,
-        files=tuple(files),
+        files=files,
         verifier=verifier.facts(),
         tokenizer=verifier.tokenizer_facts(),
     )
@@ -84,9 +88,15 @@ def convert_rows(
     vocab_size: int,
 ) -> Manifest:
     """Convert the first `num_rows` rows and write all objects of `prepare/`."""
-    made = Preparation(run.output(), run.config.prepare, rows=num_rows, vocab_size=vocab_size)
+    config = run.config.prepare
+    made = Preparation(run.output(), config, rows=num_rows, vocab_size=vocab_size)
+    converted = (
+        parallel_outcomes(run.config.verifier, config, sources, num_rows)
+        if config.num_workers
+        else outcomes(converter, sources, num_rows)
+    )
     with run.progress("convert", total=num_rows, unit="rows") as progress:
-        for source, where, outcome in outcomes(converter, sources, num_rows):
+        for source, where, outcome in converted:
             run.check_stop()
             made.take(outcome, where=where, source=source)
             progress.advance()

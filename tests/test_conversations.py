@@ -57,8 +57,13 @@ shared_converter = functools.cache(converter)
 
 
 def convert(by: Converter, record: object) -> Kept | HeldOut | Rejected:
-    line = RawRow(place=1, value=json.dumps(record).encode())
-    return by.convert(line, FormOfFile("a.jsonl"))
+    return convert_line(by, json.dumps(record).encode())
+
+
+def convert_line(by: Converter, line: bytes) -> Kept | HeldOut | Rejected:
+    row, form = RawRow(place=1, value=line), FormOfFile("a.jsonl")
+    form.learn([row])
+    return by.convert(row, form)
 
 
 def kept(by: Converter, record: object) -> Kept:
@@ -429,14 +434,20 @@ def test_b17_the_input_of_an_instruction_is_part_of_the_prompt() -> None:
 
 def test_b17_a_file_of_two_forms_is_refused_with_both_lines() -> None:
     form = FormOfFile("a.jsonl")
-    assert form.check({"messages": []}, 3) == "messages"
-    with pytest.raises(ConversationsInvalid, match=r"a\.jsonl:9: wanted messages, as line 3"):
-        form.check({"conversations": []}, 9)
-    both = {"messages": [], "conversations": []}
-    with pytest.raises(ConversationsInvalid, match="messages and conversations"):
-        FormOfFile("a.jsonl").check(both, 1)
+    rows = [{"text": "x"}, {"messages": []}, {"conversations": []}]
+    form.learn(RawRow(place=place, value=row) for place, row in zip((2, 3, 9), rows, strict=True))
     with pytest.raises(Rejected, match="unknown_form"):
-        FormOfFile("a.jsonl").check({"text": "x"}, 1)
+        form.check(rows[0], 2)
+    assert form.check(rows[1], 3) == "messages"
+    with pytest.raises(ConversationsInvalid, match=r"a\.jsonl:9: wanted messages, as line 3"):
+        form.check(rows[2], 9)
+
+
+def test_b17_a_row_of_two_forms_is_refused() -> None:
+    form, row = FormOfFile("a.jsonl"), {"messages": [], "conversations": []}
+    form.learn([RawRow(place=1, value=row)])
+    with pytest.raises(ConversationsInvalid, match="messages and conversations"):
+        form.check(row, 1)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +474,7 @@ def test_b17_a_file_of_two_forms_is_refused_with_both_lines() -> None:
 def test_a_broken_row_is_rejected_by_a_reason_of_its_own(
     fast: Tokenizers, line: bytes, expected: str
 ) -> None:
-    outcome = converter(fast(chats.CHATML)).convert(RawRow(place=1, value=line), FormOfFile("a"))
+    outcome = convert_line(converter(fast(chats.CHATML)), line)
     assert isinstance(outcome, Rejected)
     assert outcome.reason == expected
 

@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.conversations import RawRow, Source, read_heldout, read_row_records
+from eagle3.conversations import RawRow, Source, open_sources, read_heldout, read_row_records
 from eagle3.conversations.split import conversation_id
 from eagle3.errors import ConfigError, ConversationsInvalid
 from eagle3.manifest import MANIFEST_NAME
@@ -251,6 +251,17 @@ def _read_all(path: Path) -> list[RawRow]:
     return list(Source(str(path)).rows())
 
 
+def test_patterns_of_names_take_each_file_once_in_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        write_jsonl(tmp_path / name, [chat(0)])
+    found = open_sources([f"{tmp_path}/*.jsonl", str(tmp_path / "c.txt")])
+    assert [source.url.rpartition("/")[2] for source in found] == ["a.jsonl", "b.jsonl", "c.txt"]
+    with pytest.raises(ConfigError, match="twice"):
+        open_sources([f"{tmp_path}/*.jsonl", str(tmp_path / "a.jsonl")])
+    with pytest.raises(ConfigError, match="none for"):
+        open_sources([f"{tmp_path}/*.parquet"])
+
+
 # ---- refusals --------------------------------------------------------------------------------
 
 
@@ -315,8 +326,23 @@ def test_b20_other_inputs_in_the_same_prefix_are_refused_by_name(
 # ---- kills -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_workers_change_nothing_but_the_time(tmp_path: Path, verifier: Path) -> None:
+    rows = [chat(i, turns=1 + i % 3) for i in range(300)]
+    odd = ["broken", {"messages": [{"role": "bot", "content": "x"}]}, rows[5]]
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"text": "x"}] * 70 + rows + odd)
+    found = {}
+    for workers in (0, 2):
+        config = write_config(tmp_path, verifier, data, num_workers=workers, max_rejected_share=0.5)
+        assert run_prepare(config, tmp_path / str(workers)) == 0
+        found[workers] = digests(tmp_path / str(workers))
+        assert committed(tmp_path / str(workers)).manifest.rejected["unknown_form"] == 70
+    assert found[0] == found[2]
+    assert committed(tmp_path / "0").digest == committed(tmp_path / "2").digest
+
+
 _KILLER = """
-import os, signal, sys
+import os, signal, sys, time
 from jobs import prepare
 config, store, *moments = sys.argv[1:]
 for moment in moments:
@@ -325,12 +351,14 @@ for moment in moments:
         os._exit(prepare.main(["--config", config, "--store", store]))
     while not os.path.exists(os.path.join(store, moment)):
         assert not os.waitpid(child, os.WNOHANG)[0], f"it ended before {moment}"
+        time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert not os.path.exists(os.path.join(store, "prepare/data_config.json")), moment
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_run_again_it_gives_the_same_objects(
     tmp_path: Path, verifier: Path
 ) -> None:

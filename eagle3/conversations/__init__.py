@@ -2,13 +2,14 @@
 
 `reading` reads files, `messages` tells their form and normalises them, `rendering` finds where
 answers begin, `split` keeps prompts away from training, `convert` puts these together for one
-row, `output` and `records` are what lies in a prepare artefact, `tally` counts.
+row, `pool` for all, `output` and `records` are what lies in a prepare artefact, `tally` counts.
 """
 
-from eagle3.conversations.convert import Converter, FormOfFile, HeldOut, Kept, outcomes
+from eagle3.conversations.convert import Converter, FormOfFile, HeldOut, Kept
 from eagle3.conversations.messages import Conversation, Message, Rejected
 from eagle3.conversations.output import TOKEN_COUNTS_NAME, Preparation
-from eagle3.conversations.reading import RawRow, Source
+from eagle3.conversations.pool import outcomes, parallel_outcomes
+from eagle3.conversations.reading import RawRow, Source, open_sources
 from eagle3.conversations.records import (
     HELDOUT_NAME,
     HeldoutPrompt,
@@ -35,7 +36,9 @@ __all__ = [
     "RowBuilder",
     "RowRecord",
     "Source",
+    "open_sources",
     "outcomes",
+    "parallel_outcomes",
     "read_heldout",
     "read_row_records",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from eagle3.config import PrepareConfig
 from eagle3.conversations import messages as parsing
 from eagle3.conversations.messages import Conversation, Message, Rejected, role_map
-from eagle3.conversations.reading import RawRow, Source
+from eagle3.conversations.reading import RawRow
 from eagle3.conversations.rendering import Renderer, RowBuilder
 from eagle3.conversations.split import conversation_id, is_heldout
 from eagle3.errors import ConversationsInvalid
@@ -58,23 +58,33 @@ class HeldOut(Outcome):
 
 
 class FormOfFile:
-    """The one form of a file's rows, found in the first row that has any."""
+    """The one form of a file's rows: that of the first row that has any.
+
+    Args: url: of the file, as errors name it.
+    """
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
         self._found: tuple[str, int] | None = None
+
+    def learn(self, rows: Iterable[RawRow]) -> None:
+        """Look for the form in the file's next rows, unless it is known."""
+        for raw in rows:
+            if self._found is not None:
+                return
+            with contextlib.suppress(Rejected):
+                forms = parsing.forms_of(raw.record())
+                self._found = (forms[0], raw.place) if len(forms) == 1 else None
 
     def check(self, record: Mapping[str, Any], place: int) -> str:
         """The form of this row. Raises Rejected for none, ConversationsInvalid for a mixture."""
         forms = parsing.forms_of(record)
         if not forms:
             raise Rejected("unknown_form", f"its keys are {', '.join(map(str, record))[:80]}")
-        if self._found is None and len(forms) == 1:
-            self._found = (forms[0], place)
         if self._found is None or forms != (self._found[0],):
             wanted = f"{self._found[0]}, as line {self._found[1]}" if self._found else "one form"
             raise ConversationsInvalid(
-                f"{self._url}:{place}",
+                f"{self.url}:{place}",
                 wanted=wanted,
                 found=" and ".join(forms),
                 remedy="split the file, so that all rows of each have one form",
@@ -145,18 +155,6 @@ class Converter:
                 "rows_too_short": len(builder.rows()) - len(rows),
             },
         )
-
-
-def outcomes(
-    converter: Converter, sources: Sequence[Source], num_rows: int
-) -> Iterator[tuple[int, str, Kept | HeldOut | Rejected]]:
-    """(index of the source, file and line, outcome) of each of the first `num_rows` rows."""
-    left = num_rows
-    for index, source in enumerate(sources):
-        form = FormOfFile(source.url)
-        for raw in itertools.islice(source.rows(), left):
-            left -= 1
-            yield index, f"{source.url}:{raw.place}", converter.convert(raw, form)
 
 
 def _answers(messages: list[Message]) -> list[int]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from safetensors.torch import save
 
+from eagle3 import artifact as artifacts
 from eagle3.config import PrepareConfig
 from eagle3.conversations.convert import HeldOut, Kept
 from eagle3.conversations.messages import Rejected
 from eagle3.conversations.records import HELDOUT_NAME, RowRecord, encode_lines
 from eagle3.conversations.tally import HeldoutPrompts, Tally
-from eagle3.errors import ConversationsInvalid, IdentityConflict
+from eagle3.errors import ConversationsInvalid
 from eagle3.manifest import FileEntry, Manifest, totals
 from eagle3.shards import TokenRow, encode_rows
 from eagle3.store import Store
@@ -55,8 +54,6 @@ class RowWriter:
                 )
             )
             self.longest_row = max(self.longest_row, len(ids))
-            supervised = row.input_ids[row.loss_mask == 1]
-            self.counts += torch.bincount(supervised, minlength=len(self.counts))
             if len(self._rows) == self._shard_rows:
                 self._flush()
 
@@ -68,28 +65,14 @@ class RowWriter:
 
     def write(self, path: str, data: bytes, *, samples: int = 0, tokens: int = 0) -> None:
         """Create an object and enter it. Raises IdentityConflict where other bytes lie there."""
-        try:
-            self._store.create_bytes(path, data)
-        except FileExistsError as error:
-            raise IdentityConflict(
-                f"{self._store.url}/{path}",
-                wanted="the bytes that these inputs give",
-                found="others, as of another version of eagle3",
-                remedy="give this run a store prefix of its own",
-            ) from error
-        self.files.append(
-            FileEntry(
-                path=path,
-                bytes=len(data),
-                sha256=hashlib.sha256(data).hexdigest(),
-                samples=samples,
-                tokens=tokens,
-            )
-        )
+        entry = artifacts.put(self._store, path, data, samples=samples, tokens=tokens)
+        self.files.append(entry)
 
     def _flush(self) -> None:
         name = f"rows-{self._shards:06d}"
         tokens = sum(len(row.input_ids) for row in self._rows)
+        supervised = torch.cat([row.input_ids[row.loss_mask == 1] for row in self._rows])
+        self.counts += torch.bincount(supervised, minlength=len(self.counts))
         self.write(
             f"{name}.safetensors", encode_rows(self._rows), samples=len(self._rows), tokens=tokens
         )

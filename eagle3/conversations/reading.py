@@ -7,11 +7,12 @@ batch of a Parquet row group.
 
 from __future__ import annotations
 
+import fnmatch
 import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,35 @@ class RawRow:
         if not isinstance(found, dict):
             raise Rejected("not_an_object", type(found).__name__)
         return found
+
+
+def open_sources(urls: Iterable[str]) -> list[Source]:
+    """The files that `prepare.data` names, in that order; each file once.
+
+    The last part of a name may be a pattern such as `*.jsonl`, whose files follow by name.
+    Raises ConfigError where nothing is found, and for a file that is named twice.
+    """
+    sources = [source for url in urls for source in _expanded(url)]
+    found = [source.url for source in sources]
+    if doubled := [url for url in found if found.count(url) > 1]:
+        raise ConfigError(
+            "prepare.data", wanted="each file once", found=f"{doubled[0]} twice", remedy="drop one"
+        )
+    return sources
+
+
+def _expanded(url: str) -> list[Source]:
+    parent, _, name = url.rpartition("/")
+    if not any(mark in name for mark in "*?["):
+        return [Source(url)]
+    below = parent or ("/" if url.startswith("/") else ".")
+    names = [info.path for info in open_store(below).list() if "/" not in info.path]
+    matching = fnmatch.filter(names, name)
+    if not matching:
+        raise ConfigError(
+            "prepare.data", wanted="files that match", found=f"none for {url}", remedy="correct it"
+        )
+    return [Source(f"{below.rstrip('/')}/{match}") for match in matching]
 
 
 class Source:

@@ -1,0 +1,102 @@
+"""Converting many rows, in this process or in several, always in the order of the files.
+
+Rows go to the workers in chunks and come back in order, with a bounded number of chunks under
+way, so that memory does not grow with the input and the result does not depend on the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from eagle3.config import PrepareConfig, VerifierConfig
+from eagle3.conversations.convert import Converter, FormOfFile, HeldOut, Kept
+from eagle3.conversations.messages import Rejected
+from eagle3.conversations.reading import RawRow, Source
+from eagle3.conversations.rendering import Renderer
+from eagle3.errors import TemporaryFailure
+from eagle3.verifier import open_verifier
+
+AnyOutcome = Kept | HeldOut | Rejected
+Placed = tuple[int, str, AnyOutcome]
+"""(index of the source, file and line, outcome)."""
+
+_CHUNK_ROWS = 64
+_CHUNKS_AHEAD = 4
+_Chunk = tuple[int, FormOfFile, list[RawRow]]
+
+_converter: Converter | None = None
+
+
+def outcomes(converter: Converter, sources: Sequence[Source], num_rows: int) -> Iterator[Placed]:
+    """The outcome of each of the first `num_rows` rows, in this process."""
+    for chunk in _chunks(sources, num_rows):
+        yield from _converted(converter, chunk)
+
+
+def parallel_outcomes(
+    verifier: VerifierConfig,
+    config: PrepareConfig,
+    sources: Sequence[Source],
+    num_rows: int,
+) -> Iterator[Placed]:
+    """The same from `config.num_workers` spawned processes, each with a tokenizer of its own.
+
+    Raises TemporaryFailure when a worker dies, as by running out of memory.
+    """
+    pool = ProcessPoolExecutor(
+        config.num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(verifier, config),
+    )
+    waiting: deque[Future[list[Placed]]] = deque()
+    try:
+        for chunk in _chunks(sources, num_rows):
+            waiting.append(pool.submit(_convert_in_worker, chunk))
+            if len(waiting) > _CHUNKS_AHEAD * config.num_workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise TemporaryFailure(
+            "prepare.num_workers",
+            wanted=f"{config.num_workers} workers that live",
+            found=error,
+            remedy="try again, with fewer workers where memory is short",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _chunks(sources: Sequence[Source], num_rows: int) -> Iterator[_Chunk]:
+    left = num_rows
+    for index, source in enumerate(sources):
+        form = FormOfFile(source.url)
+        rows = itertools.islice(source.rows(), left)
+        while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+            left -= len(chunk)
+            form.learn(chunk)
+            yield index, form, chunk
+
+
+def _converted(converter: Converter, chunk: _Chunk) -> Iterator[Placed]:
+    index, form, rows = chunk
+    for raw in rows:
+        yield index, f"{form.url}:{raw.place}", converter.convert(raw, form)
+
+
+def _start_worker(verifier: VerifierConfig, config: PrepareConfig) -> None:
+    # A pool hands on what its initializer makes in no other way.
+    global _converter
+    opened = open_verifier(verifier)
+    _converter = Converter(Renderer(opened.load_tokenizer(), opened.stop_ids), config)
+
+
+def _convert_in_worker(chunk: _Chunk) -> list[Placed]:
+    assert _converter is not None, "the pool starts every worker by _start_worker"
+    return list(_converted(_converter, chunk))
