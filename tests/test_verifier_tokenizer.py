@@ -76,6 +76,23 @@ class TestTokenizer:
         (llama / "tokenizer.json").write_text(json.dumps(raw))
         assert "back from its own ids" in refusal(llama)
 
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("tokenizer.json", "{"),
+            ("tokenizer.json", "version https://git-lfs.github.com/spec/v1"),
+            ("tokenizer.json", '{"model": {"type": "of-a-later-release"}}'),
+            ("tokenizer_config.json", "{"),
+            ("tokenizer_config.json", "[]"),
+            ("generation_config.json", "{"),
+            ("generation_config.json", "[]"),
+            ("generation_config.json", '{"eos_token_id": "2"}'),
+        ],
+    )
+    def test_a_broken_file_is_named(self, llama: Path, name: str, text: str) -> None:
+        (llama / name).write_text(text)
+        assert name in refusal(llama)
+
     def test_a_tokenizer_that_is_not_there(self, llama: Path) -> None:
         (llama / "tokenizer.json").unlink()
         assert "tokenizer" in refusal(llama)

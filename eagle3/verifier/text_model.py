@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +81,7 @@ class TextModel:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, ascending."""
         path = self.tokenizer_folder / tokenizers.GENERATION_CONFIG_NAME
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        settings = tokenizers.read_settings(path)
         return tuple(sorted(tokenizers.stop_ids(self._tokenizer, settings)))
 
     @cached_property

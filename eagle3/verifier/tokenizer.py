@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def open_tokenizer(
     Raises ConfigError where its code must be trusted first, VerifierInvalid for anything wrong.
     """
     declared = _declared_remote_class(folder)
-    raw = folder / "tokenizer.json"
-    if declared and not trust_remote_code and not raw.exists():
+    raw = _raw_tokenizer(folder / "tokenizer.json")
+    if declared and not trust_remote_code and raw is None:
         raise ConfigError(
             "verifier.trust_remote_code",
             wanted=f"true, to run {declared} of {folder}",
@@ -86,7 +87,7 @@ def open_tokenizer(
             found=type(tokenizer).__name__,
             remedy="bring the files that tokenizer_config.json names",
         )
-    if raw.exists() and not (declared and trust_remote_code):
+    if raw is not None and not (declared and trust_remote_code):
         tokenizer = _equal_to_raw(tokenizer, raw, folder)
     _check_template(tokenizer, folder)
     _check_special_tokens(tokenizer, folder)
@@ -118,8 +119,34 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: dict[str, Any]) -> set[int]:
     """Ids that end an answer: those of generation_config.json and the tokenizer's own."""
     stops = generation_config.get("eos_token_id")
-    ids = set(stops) if isinstance(stops, list) else {stops}
-    return {int(i) for i in ids | {tokenizer.eos_token_id} if i is not None}
+    ids = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None}
+    wrong = [i for i in ids if not isinstance(i, int)]
+    if wrong:
+        raise VerifierInvalid(
+            f"{GENERATION_CONFIG_NAME}: eos_token_id",
+            wanted="a number or a list of numbers",
+            found=repr(wrong[0]),
+            remedy="correct it",
+        )
+    return ids
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A small JSON file; empty where there is none. Raises VerifierInvalid for no object."""
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise VerifierInvalid(
+            str(path), wanted="a JSON object", found=error, remedy="download the file again"
+        ) from error
+    if not isinstance(settings, dict):
+        found = type(settings).__name__
+        raise VerifierInvalid(
+            str(path), wanted="a JSON object", found=found, remedy="download the file again"
+        )
+    return settings
 
 
 def write_effective_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -142,27 +169,35 @@ def _load(kind: Any, folder: Path, trust_remote_code: bool) -> PreTrainedTokeniz
     return tokenizer
 
 
+def _raw_tokenizer(path: Path) -> Tokenizer | None:
+    """tokenizer.json as the tokenizers library reads it; None where there is none."""
+    if not path.exists():
+        return None
+    # It raises a bare Exception, which a future holds without anything broad being caught.
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(Tokenizer.from_file, str(path))
+    if (error := reading.exception()) is not None:
+        raise VerifierInvalid(
+            str(path),
+            wanted="a tokenizer that this release of tokenizers can read",
+            found=" ".join(str(error).split())[:300],
+            remedy="download the file again, or save it with an older release",
+        ) from error
+    return reading.result()
+
+
 def _declared_remote_class(folder: Path) -> str | None:
     """The class that tokenizer_config.json asks for in the folder's own Python files, if any."""
-    settings = folder / "tokenizer_config.json"
-    if not settings.exists():
-        return None
-    try:
-        declared = json.loads(settings.read_text(encoding="utf-8")).get("auto_map") or {}
-    except (ValueError, AttributeError) as error:
-        raise VerifierInvalid(
-            str(settings), wanted="a JSON object", found=error, remedy="download the file again"
-        ) from error
+    declared = read_settings(folder / "tokenizer_config.json").get("auto_map") or {}
     classes = declared.get("AutoTokenizer") if isinstance(declared, dict) else declared
     names = [classes] if isinstance(classes, str) else [name for name in classes or () if name]
     return names[0] if names else None
 
 
 def _equal_to_raw(
-    tokenizer: PreTrainedTokenizerBase, raw_file: Path, folder: Path
+    tokenizer: PreTrainedTokenizerBase, raw: Tokenizer, folder: Path
 ) -> PreTrainedTokenizerBase:
     """The tokenizer when it encodes as tokenizer.json does; else the plain class that does."""
-    raw = Tokenizer.from_file(str(raw_file))
     if _encodes_as(tokenizer, raw) is None:
         return tokenizer
     plain = _load(PreTrainedTokenizerFast, folder, trust_remote_code=False)
