@@ -153,6 +153,7 @@ def test_a_stage_is_run_skipped_when_committed_and_refused_when_it_differs(verif
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_the_first_stage_that_fails_with_its_exit_code(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG)

@@ -24,7 +24,7 @@ from tests.tiny_verifiers import make_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 Case = tuple[str, str, str]
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.tiny_verifiers import make_kimi, make_qwen3
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_SECONDS = 400
 # Far more than a quiet machine needs: seven processes, five of which start an engine.
-pytestmark = pytest.mark.timeout(2000)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2000)]
 
 TRAIN = {
     "total_seq_len": 512,
