@@ -1,17 +1,20 @@
 """train: hidden states and a draft vocabulary to a draft, by speculators' own trainer.
 
-On a node with several GPUs it is started as `torchrun --nproc-per-node N -m jobs.train`; then
-the first rank alone writes. Checkpoints go to the store as they are made, and a training that
-was stopped or killed goes on from the newest. Writes `draft/` (the trained draft), `untrained/`
-(the draft before its first step) and `metrics.jsonl` (the curve).
+On a node with several GPUs it starts a process for each; under torchrun, over several nodes, it
+is one of those. The first rank alone writes. Checkpoints go to the store as they are made, and a
+training that was stopped or killed goes on from the newest. Writes `draft/` (the trained draft),
+`untrained/` (the draft before its first step) and `metrics.jsonl` (the curve).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from eagle3.draft.checkpoints import (
     CURVE_NAME,
@@ -21,10 +24,12 @@ from eagle3.draft.checkpoints import (
     Checkpoints,
     Marker,
 )
+from eagle3.draft.launch import launch, num_processes
 from eagle3.draft.metrics import CurvePoint, encode_curve
 from eagle3.draft.training import Layout, Ranks, Session, last_validation, lay_out
-from eagle3.errors import DraftInvalid
+from eagle3.errors import DraftInvalid, TemporaryFailure
 from eagle3.manifest import FileEntry, Manifest
+from eagle3.progress import Progress
 from eagle3.store import Store, sha256_of_file
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
@@ -34,9 +39,12 @@ from jobs.process import StageRun, run_stage
 def story(run: StageRun) -> str:
     """Lay out what upstream reads, train to the last step, commit the draft."""
     ranks = Ranks.from_environment()
-    identity = run.claim(settings={"world_size": ranks.world_size})
-    if done := run.committed():
+    processes = 1 if ranks.launched else num_processes(run.config.train.processes)
+    identity = run.claim(settings={"world_size": ranks.world_size * processes})
+    if done := run.committed(identity):
         return f"already committed, {done.manifest.facts['steps']} steps"
+    if processes > 1:
+        return _launched(run, processes)
     states, config = run.inputs["states"], run.config.train
     checkpoints = Checkpoints(run.store.child(f"work/{run.stage.name}"))
     with run.scratch() as scratch:
@@ -51,7 +59,7 @@ def story(run: StageRun) -> str:
             required_ids=verifier.required_ids,
         )
         layout = lay_out(config, states, mapping, verifier, scratch, ranks)
-        with run.progress("steps", total=layout.plan.total, unit="steps") as progress:
+        with _progress(run, ranks, layout.plan.total) as progress:
             session = Session(layout, checkpoints, lambda: run.stopping, progress)
             final = session.run(config)
         if ranks.rank:
@@ -72,6 +80,37 @@ def story(run: StageRun) -> str:
     )
     loss = session.curve[-1].loss
     return f"trained {layout.plan.total} steps on {layout.split.num_train} rows, loss {loss:.3f}"
+
+
+def _launched(run: StageRun, processes: int) -> str:
+    """Train with several processes, which run this same story. SystemExit with their code."""
+    with run.scratch() as scratch:
+        config = scratch / "run.yaml"
+        # JSON is YAML, and this is the configuration as this process has resolved it.
+        config.write_bytes(msgspec.json.encode(run.config))
+        arguments = ["-m", "jobs.train", "--config", str(config), "--store", run.store.url]
+        if code := launch(processes, arguments):
+            # The process that failed has said why, and left its record.
+            raise SystemExit(code)
+    done = run.committed(identity)
+    if done is None:
+        raise TemporaryFailure(
+            f"{run.output().url}",
+            wanted="the artefact that the processes were to commit",
+            found="none, though each of them succeeded",
+            remedy="run train again",
+        )
+    return f"trained {done.manifest.facts['steps']} steps with {processes} processes"
+
+
+@contextlib.contextmanager
+def _progress(run: StageRun, ranks: Ranks, total: int) -> Iterator[Progress | None]:
+    """The first rank's bar; the others show none."""
+    if ranks.rank:
+        yield None
+        return
+    with run.progress("steps", total=total, unit="steps") as progress:
+        yield progress
 
 
 def _facts(run: StageRun, layout: Layout, ranks: Ranks, curve: list[CurvePoint]) -> dict[str, Any]:

@@ -196,6 +196,12 @@ class TestRows:
         assert split.num_train >= 1
         assert split.num_validation >= 1
 
+    def test_b60_every_process_has_rows_of_both_parts(self) -> None:
+        assert split_rows(20, 0.01, world_size=8).num_validation == 8
+        assert split_rows(20, 0.99, world_size=8).num_train == 8
+        with pytest.raises(ConfigError, match="at least 16"):
+            split_rows(15, 0.1, world_size=8)
+
     def test_ids_that_the_verifier_lacks_are_refused(self, run: Store, tmp_path: Path) -> None:
         index = index_rows(artifact_at(run, "extract"))
         with pytest.raises(ManifestInvalid, match="token ids below 100"):
@@ -340,6 +346,10 @@ class TestMetrics:
     def test_b64_an_accuracy_above_one_stops(self, name: str, value: float) -> None:
         with pytest.raises(DraftInvalid, match="between 0 and 1"):
             read_record(self.broken(**{name: value}), step=6, seconds=0.0)
+
+    def test_b60_a_validation_of_nothing_stops(self) -> None:
+        with pytest.raises(DraftInvalid, match="a loss"):
+            read_record({"val": {}, "epoch": 0}, step=4, seconds=0.0)
 
     def test_a_sample_left_out_stops(self) -> None:
         with pytest.raises(ShardInvalid, match="left out by the loader"):

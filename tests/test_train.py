@@ -22,7 +22,9 @@ from speculators.train.trainer import Trainer
 
 from eagle3.config import RunConfig
 from eagle3.draft.checkpoints import MARKER_NAME, Checkpoints
+from eagle3.draft.launch import launch
 from eagle3.draft.metrics import CurvePoint, decode_curve
+from eagle3.draft.recipe import plan_steps
 from eagle3.draft.rows import index_rows, split_rows
 from eagle3.draft.seams import upstream_seams
 from eagle3.draft.training import Ranks, lay_out
@@ -101,7 +103,7 @@ def upstream_alone(store: Store, scratch: Path, **changes: Any) -> Path:
     mapping = load_mapping(
         artifact_at(store, "vocab"), vocab_size=512, required_ids=verifier.required_ids
     )
-    alone = Ranks(rank=0, world_size=1)
+    alone = Ranks()
     layout = lay_out(CONFIG.train, states, mapping, verifier, scratch, alone)
     folder = layout.paths.dataset / "hidden_states"
     folder.mkdir()
@@ -281,6 +283,7 @@ def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 class TestSignals:
     def test_b57_sigterm_saves_and_exits_143(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
@@ -317,6 +320,35 @@ class TestSignals:
         found = steps_of(store)
         assert [p.step for p in found] == list(range(1, len(found) + 1))
         assert len(found) == artifact_at(store, "train").manifest.facts["steps"]
+
+
+class TestSeveralProcesses:
+    @pytest.mark.parametrize(
+        ("codes", "wanted"), [((0, 0), 0), ((0, 65), 65), ((143, 143), 143), ((-9, 0), 75)]
+    )
+    def test_b92_the_exit_code_of_a_process_is_kept(
+        self, codes: tuple[int, int], wanted: int
+    ) -> None:
+        script = (
+            f"import os, sys; code = {codes}[int(os.environ['RANK'])]\n"
+            "os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)"
+        )
+        assert launch(2, ["-c", script]) == wanted
+
+    @pytest.mark.slow
+    def test_two_processes_share_the_steps(self, ready: Store, tmp_path: Path) -> None:
+        store = copy_of(ready, tmp_path)
+        config = config_of(processes=2)
+        message = train.story(stage_run("train", store, config))
+        facts = artifact_at(store, "train").manifest.facts
+        lengths = [ref.num_tokens for ref in index_rows(artifact_at(store, "extract")).refs]
+        plan = plan_steps(lengths, config.train, num_train=facts["train_rows"], world_size=2)
+        assert facts["steps"] == plan.total == len(steps_of(store))
+        assert message == f"trained {plan.total} steps with 2 processes"
+        assert facts["world_size"] == 2
+        alone = stage_run("train", store, config_of())
+        with pytest.raises(IdentityConflict, match="world_size"):
+            train.story(alone)
 
 
 class TestRefusals:

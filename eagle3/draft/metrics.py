@@ -73,6 +73,10 @@ def read_record(record: Mapping[str, Any], *, step: int, seconds: float) -> Curv
             found=f"{values['error_records']:g} left out by the loader",
             remedy="verify the extract artefact, whose ids changed while it was read",
         )
+    if "loss" not in values:
+        raise DraftInvalid(
+            f"train: {where}", wanted="a loss", found=record, remedy="give every process rows"
+        )
     point = CurvePoint(
         kind="train" if "train" in record else "validation",
         step=step,

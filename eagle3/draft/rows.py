@@ -110,16 +110,22 @@ def check_rows(index: RowIndex, *, layers: int, hidden_size: int, total_seq_len:
             )
 
 
-def split_rows(num_rows: int, validation_share: float) -> Split:
-    """Split rows into training and validation: at least one row of each. Raises ConfigError."""
-    num_validation = min(max(round(num_rows * validation_share), 1), num_rows - 1)
-    if num_validation < 1:
+def split_rows(num_rows: int, validation_share: float, *, world_size: int = 1) -> Split:
+    """Split rows into training and validation: at least one row of each for every process.
+
+    With fewer, upstream makes no step at all and validates nothing, without a word. Raises
+    ConfigError.
+    """
+    if num_rows < 2 * world_size:
         raise ConfigError(
             "train: rows",
-            wanted="at least 2, one to train on and one to validate",
+            wanted=f"at least {2 * world_size}: one to train on and one to validate for each of "
+            f"{world_size} processes",
             found=num_rows,
             remedy="prepare more conversations",
         )
+    num_validation = round(num_rows * validation_share)
+    num_validation = min(max(num_validation, world_size), num_rows - world_size)
     num_train = num_rows - num_validation
     # In the middle between two counts, so that rounding cannot move the boundary.
     return Split(

@@ -35,10 +35,14 @@ NUM_AUX_LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among those of one training, as torchrun numbers them."""
+    """This process among those of one training, as torchrun numbers them.
 
-    rank: int
-    world_size: int
+    `launched` says that somebody has started it as one of several.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    launched: bool = False
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -46,7 +50,7 @@ class Ranks:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         given = {name: os.environ[name] for name in names if name in os.environ}
         if not given:
-            return cls(rank=0, world_size=1)
+            return cls()
         if len(given) < len(names) or not all(value.isdecimal() for value in given.values()):
             raise EnvironmentMisconfigured(
                 ", ".join(names),
@@ -54,7 +58,7 @@ class Ranks:
                 found=given,
                 remedy="start the processes with torchrun",
             )
-        return cls(rank=int(given["RANK"]), world_size=int(given["WORLD_SIZE"]))
+        return cls(rank=int(given["RANK"]), world_size=int(given["WORLD_SIZE"]), launched=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ def lay_out(
         hidden_size=verifier.hidden_size,
         total_seq_len=config.total_seq_len,
     )
-    split = split_rows(len(index.refs), config.validation_share)
+    split = split_rows(len(index.refs), config.validation_share, world_size=ranks.world_size)
     lengths = [ref.num_tokens for ref in index.refs]
     plan = plan_steps(lengths, config, num_train=split.num_train, world_size=ranks.world_size)
     paths = Paths.below(scratch)
@@ -152,7 +156,7 @@ class Session:
         layout: as `lay_out` made it.
         checkpoints: where they are stored.
         stop_requested: whether SIGTERM has come.
-        progress: shown on the first rank.
+        progress: of the first rank.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class Session:
         layout: Layout,
         checkpoints: Checkpoints,
         stop_requested: Callable[[], bool],
-        progress: Progress,
+        progress: Progress | None,
     ) -> None:
         self._layout = layout
         self._checkpoints = checkpoints
@@ -199,7 +203,8 @@ class Session:
         self.curve = decode_curve((folder / CURVE_NAME).read_bytes())
         self._seconds_before = self.curve[-1].seconds if self.curve else 0.0
         self._step = marker.state.global_step
-        self._progress.advance(self._step, resumed=True)
+        if self._progress is not None:
+            self._progress.advance(self._step, resumed=True)
 
     def _upstream(self, config: TrainConfig) -> Any:
         facts = {
@@ -230,6 +235,8 @@ class Session:
     def stepped(self, step: int) -> None:
         """Count a step and show its loss."""
         self._step = step
+        if self._progress is None:
+            return
         point = self.curve[-1]
         accuracy = " ".join(f"{share:.2f}" for share in point.accuracy)
         self._progress.advance(1, note=f"loss {point.loss:.3f}, accuracy {accuracy}")

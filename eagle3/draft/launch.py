@@ -1,0 +1,54 @@
+"""Several processes on one node, one per GPU, whose exit code is kept.
+
+`torchrun` on the command line ends with 1 whatever its processes ended with, and a Job's failure
+policy would take wrong data for a fault worth trying again. So the same launcher is called here,
+and the first failure's code is handed on.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from eagle3.errors import Stopped, TemporaryFailure
+
+
+def num_processes(wanted: int | None) -> int:
+    """Processes to train with: as many as the configuration says, else one per GPU, else one."""
+    return wanted or max(torch.accelerator.device_count(), 1)
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run this Python so many times with these arguments, and wait for all.
+
+    Each is told its RANK, LOCAL_RANK and WORLD_SIZE. SIGTERM is passed on, with 30 seconds to
+    save. Where one fails the others are ended.
+
+    Returns 0, or the exit code of the first that failed.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        # The launcher binds the port itself, so that nobody else can take it in between.
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        # A negative code is a signal's number: killed, by the kernel for want of memory or so.
+        return first.exitcode if first.exitcode > 0 else TemporaryFailure.exit_code
+    except SignalException as error:
+        return Stopped.exit_code if error.sigval == signal.SIGTERM else 128 + error.sigval
+    return 0
