@@ -26,9 +26,9 @@ from tests.tiny_run import artifact_at, content_of, rows_of, write_config, write
 from tests.tiny_verifiers import make_kimi, make_qwen3
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGE_SECONDS = 400
+STAGE_SECONDS = 900
 # Far more than a quiet machine needs: seven processes, five of which start an engine.
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(2000)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3000)]
 
 TRAIN = {
     "total_seq_len": 512,
