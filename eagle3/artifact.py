@@ -69,7 +69,13 @@ def commit(store: Store, manifest: Manifest) -> Artifact:
 
 
 def put(
-    store: Store, path: str, content: bytes | Path, *, samples: int = 0, tokens: int = 0
+    store: Store,
+    path: str,
+    content: bytes | Path,
+    *,
+    samples: int = 0,
+    tokens: int = 0,
+    timed: bool = False,
 ) -> FileEntry:
     """Create an object of an artefact from bytes or from a finished file; returns its entry.
 
@@ -89,7 +95,9 @@ def put(
             found="others, as of another version of eagle3",
             remedy="give this run a store prefix of its own",
         ) from error
-    return FileEntry(path=path, bytes=size, sha256=sha256, samples=samples, tokens=tokens)
+    return FileEntry(
+        path=path, bytes=size, sha256=sha256, samples=samples, tokens=tokens, timed=timed
+    )
 
 
 def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
@@ -118,10 +126,23 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
             found=found.manifest.artifact,
             remedy="correct the URL under inputs",
         )
+    _require_facts(found)
     if found.manifest.artifact == "extract":
         manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
     _check_objects(found)
     return found
+
+
+def _require_facts(artifact: Artifact) -> None:
+    """Every artefact says whose it is; one that does not could be mixed with any other."""
+    for field in ("verifier", "tokenizer"):
+        if getattr(artifact.manifest, field) is None:
+            raise ManifestInvalid(
+                f"{artifact.store.url}/{MANIFEST_NAME}: {field}",
+                wanted="the facts of the one it was made for",
+                found="none",
+                remedy=f"run {artifact.manifest.artifact} again under a prefix of its own",
+            )
 
 
 def _check_objects(artifact: Artifact) -> None:
@@ -173,18 +194,20 @@ def _agree(inputs: Mapping[str, Artifact], field: str, value_of: Any) -> None:
 def _same_upstreams(inputs: Mapping[str, Artifact]) -> None:
     """An artefact that two inputs both rest on must be the same one, and so must a direct input.
 
-    `train` reads `extract` and `vocab`: both must come from the same rows.
+    `train` reads `extract` and `vocab`: both must come from the same rows, by the name of their
+    input too, since one could come from prepare's rows and the other from regenerate's.
     """
     seen: dict[str, tuple[str, str]] = {
         artifact.manifest.artifact: (name, artifact.digest) for name, artifact in inputs.items()
     }
     for name, artifact in inputs.items():
-        for ref in artifact.manifest.inputs.values():
-            standing = seen.setdefault(ref.artifact, (name, ref.digest))
-            if standing[1] != ref.digest:
-                raise ManifestInvalid(
-                    f"{artifact.store.url}/{MANIFEST_NAME}: inputs.{ref.artifact}.digest",
-                    wanted=f"{standing[1][:16]}, as input {standing[0]} has it",
-                    found=ref.digest[:16],
-                    remedy=f"take {name} and {standing[0]} from the same {ref.artifact}",
-                )
+        for input_name, ref in artifact.manifest.inputs.items():
+            for key in (ref.artifact, f"input {input_name}"):
+                standing = seen.setdefault(key, (name, ref.digest))
+                if standing[1] != ref.digest:
+                    raise ManifestInvalid(
+                        f"{artifact.store.url}/{MANIFEST_NAME}: inputs.{input_name}.digest",
+                        wanted=f"{standing[1][:16]}, as input {standing[0]} has it",
+                        found=f"{ref.digest[:16]} ({ref.artifact})",
+                        remedy=f"take {name} and {standing[0]} from the same {ref.artifact}",
+                    )

@@ -9,6 +9,7 @@ worker counts, time limits) stay out of an artefact's identity.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,12 +21,15 @@ from eagle3 import strict_yaml
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGES
 
+# `organisation/name`, or one word; anything else is a path or a URL.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DType = Literal["bfloat16", "float32"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Length = Annotated[int, msgspec.Meta(ge=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NearTie = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 NaturalFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -86,7 +90,7 @@ class PrepareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count, _doc("rows with fewer supervised tokens are rejected", unit="tokens")
     ] = 2
     max_rejected_share: Annotated[
-        Share, _doc("the stage fails when more rows than this are rejected")
+        Share, _doc("the stage fails when more rows than this are rejected", affects=False)
     ] = 0.2
     roles: Annotated[
         dict[str, str], _doc("role in the data -> system, user, assistant or tool")
@@ -119,7 +123,7 @@ class ExtractConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     unit_rows: Annotated[Count, _doc("rows per work unit and object", unit="rows")] = 64
     max_rejected_share: Annotated[
-        Share, _doc("the stage fails when more rows than this are rejected")
+        Share, _doc("the stage fails when more rows than this are rejected", affects=False)
     ] = 0.001
     engine: Annotated[EngineConfig, _doc("how vLLM is started")] = EngineConfig()
 
@@ -203,7 +207,8 @@ class EvaluateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Count, _doc("prompts whose outputs are compared token by token", unit="prompts")
     ] = 64
     near_tie: Annotated[
-        NaturalFloat, _doc("in bfloat16 a divergence is allowed below this gap", unit="nats")
+        NearTie,
+        _doc("in bfloat16 a divergence is allowed below this gap", unit="nats", affects=False),
     ] = 0.1
     compare_untrained: Annotated[bool, _doc("measure the untrained draft too")] = True
     engine: Annotated[EngineConfig, _doc("how vLLM is started")] = EngineConfig()
@@ -311,7 +316,25 @@ def _section_of(field: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | None
     return info.cls if isinstance(info, msgspec.inspect.StructType) else None
 
 
+def name_when_served(config: VerifierConfig) -> str:
+    """The verifier's name where the draft is served: a training pod's own path never is.
+
+    Raises ConfigError where none is given and the source is no hub id.
+    """
+    if config.serving_name:
+        return config.serving_name
+    if _HUB_ID.fullmatch(config.source):
+        return config.source
+    raise ConfigError(
+        "verifier.serving_name",
+        wanted="the verifier's hub id, or its path in the pods that serve it",
+        found=f"none, and the source is {config.source}",
+        remedy="write it, since the exported draft carries it",
+    )
+
+
 def _cross_check(config: RunConfig) -> None:
+    name_when_served(config.verifier)
     if config.prepare.max_seq_len > config.train.total_seq_len:
         raise ConfigError(
             "prepare.max_seq_len",

@@ -27,18 +27,31 @@ STATES_DTYPE = "bfloat16"
 # Where and when work was done does not change what it is: none of these enter the digest.
 # `config` is left out because `identity` stands for the part of it that affects the result.
 _NOT_IN_DIGEST = frozenset(
-    {"created_at", "produced_by", "config", "measured", "model_path", "total_time_seconds"}
+    {
+        "created_at",
+        "produced_by",
+        "config",
+        "measured",
+        "model_path",
+        "total_time_seconds",
+        "tp_size",
+    }
 )
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One object of an artefact: its path below the prefix, its bytes, and what it holds."""
+    """One object of an artefact: its path below the prefix, its bytes, and what it holds.
+
+    `timed` objects hold seconds, rates or urls (a loss curve, a report): their bytes are checked
+    like any other's, and stay out of the content digest.
+    """
 
     path: str
     bytes: int
     sha256: str
     samples: int = 0
     tokens: int = 0
+    timed: bool = False
 
 
 class InputRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +249,9 @@ def digest(manifest: Manifest) -> str:
     """
     record = {k: v for k, v in msgspec.to_builtins(manifest).items() if k not in _NOT_IN_DIGEST}
     record["data_format_version"] = manifest.data_format_version
+    record["files"] = [
+        {"path": entry["path"]} if entry.get("timed") else entry for entry in record["files"]
+    ]
     for part in [*record.get("inputs", {}).values(), *record.get("sources", ())]:
         part.pop("url", None)
     return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()

@@ -6,6 +6,7 @@ run's store, at most every ten seconds: that object is what a status command rea
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -23,6 +24,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from eagle3.errors import Eagle3Error
 from eagle3.store import Store
 
 _EVERY_SECONDS = 10.0
@@ -133,6 +135,8 @@ class Progress:
             updated_at=round(time.time(), 3),
         )
         line = msgspec.json.encode(record)
-        self._store.write_bytes(self._path, line)
+        # What is only shown must not end what is being done: the next report tries again.
+        with contextlib.suppress(Eagle3Error):
+            self._store.write_bytes(self._path, line)
         if self._bars is None:
             print(line.decode(), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from eagle3.acceptance import Divergence, Figures
 from eagle3.answers import Answers, LazyEngine, answer_missing, score_gaps
 from eagle3.artifact import Artifact
 from eagle3.capture import Generator
+from eagle3.config import name_when_served
 from eagle3.conversations import read_heldout
 from eagle3.errors import ManifestInvalid
 from eagle3.evaluation import (
@@ -91,10 +92,9 @@ class VllmEngines:
 def story(run: StageRun, engines: type[Engines] = VllmEngines) -> str:
     """Check the split, ask the engines, conclude, write, commit."""
     identity = run.claim()
-    if done := run.committed():
+    if done := run.committed(identity):
         length = done.manifest.facts["acceptance_length_trained"]
         return f"already committed, acceptance length {length:.2f}"
-    run.store.probe()
     source, settings = run.inputs["prompts"].store, run.config.evaluate
     plan = make_plan(
         settings,
@@ -107,7 +107,7 @@ def story(run: StageRun, engines: type[Engines] = VllmEngines) -> str:
     answers, found = ask_all(run, plan, engines)
     figures = conclude(plan, answers, found)
     show(figures, Console())
-    verifier = run.config.verifier.serving_name or run.config.verifier.source
+    verifier = name_when_served(run.config.verifier)
     write(
         run,
         identity,
@@ -163,7 +163,12 @@ def write(run: StageRun, identity: str, figures: Figures, objects: dict[str, byt
             artifact="evaluate",
             identity=identity,
             files=tuple(
-                FileEntry(path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+                FileEntry(
+                    path=path,
+                    bytes=len(data),
+                    sha256=hashlib.sha256(data).hexdigest(),
+                    timed=True,
+                )
                 for path, data in objects.items()
             ),
             rows_in=figures.heldout_prompts,

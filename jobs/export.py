@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
+from eagle3.config import name_when_served
 from eagle3.draft.checkpoints import CONFIG_NAME, DRAFT, DRAFT_FILES, MODEL_NAME, UNTRAINED
 from eagle3.draft.export import Wanted, check_export, write_config
 from eagle3.errors import ManifestInvalid
@@ -23,9 +25,9 @@ from jobs.process import StageRun, run_stage
 
 def story(run: StageRun) -> str:
     """Bring the drafts here, write their serving configs, lint them, commit them."""
-    serving_name = run.config.verifier.serving_name or run.config.verifier.source
+    serving_name = name_when_served(run.config.verifier)
     identity = run.claim(settings={"serving_name": serving_name})
-    if done := run.committed():
+    if done := run.committed(identity):
         return f"already committed, for {done.manifest.facts['serving_name']}"
     trained = run.inputs["train"]
     parts = {DRAFT: ""}
@@ -110,14 +112,11 @@ def _assemble(trained: Artifact, part: str, scratch: Path, wanted: Wanted) -> Pa
 
 
 def _put(output: Store, folder: Path, prefix: str) -> list[FileEntry]:
-    """Upload a serving folder. The prefix is ours by claim, so objects may be replaced."""
-    entries = []
-    for name in (CONFIG_NAME, MODEL_NAME):
-        path = folder / name
-        output.put_file(path, f"{prefix}{name}")
-        size = path.stat().st_size
-        entries.append(FileEntry(path=f"{prefix}{name}", bytes=size, sha256=sha256_of_file(path)))
-    return entries
+    """Upload a serving folder, which follows from the inputs byte for byte."""
+    return [
+        artifacts.put(output, f"{prefix}{name}", folder / name)
+        for name in (CONFIG_NAME, MODEL_NAME)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

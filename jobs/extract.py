@@ -95,9 +95,8 @@ def story(run: StageRun, start: StartCapture) -> str:
         )
         plan = make_plan(run, verifier)
         identity = run.claim(settings={"layer_ids": list(plan.layer_ids)})
-        if done := run.committed():
+        if done := run.committed(identity):
             return f"already committed, {done.manifest.total_samples} samples"
-        run.output().probe()
         figures: dict[str, float] = {}
         if len(run.work.finished_units()) < len(plan.units):
             figures = capture_units(run, plan, verifier, start)

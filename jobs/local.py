@@ -22,12 +22,11 @@ import yaml
 
 from eagle3 import artifact as artifacts
 from eagle3.config import RunConfig
-from eagle3.errors import Stopped
-from eagle3.manifest import Manifest
+from eagle3.errors import ConfigError, Stopped
+from eagle3.lineage import walk
 from eagle3.stages import STAGES, Stage
 from eagle3.store import Store, open_store
 from eagle3.summary import summary
-from jobs.process import input_urls
 
 SUMMARY_NAME = "summary.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -111,6 +110,13 @@ def chosen_stages(config: RunConfig, first: str | None, last: str | None) -> Seq
     names = [stage.name for stage in STAGES]
     begin = names.index(first) if first else 0
     end = names.index(last) if last else len(names) - 1
+    if begin > end:
+        raise ConfigError(
+            "--from",
+            wanted=f"a stage that does not come after --until {last}",
+            found=first,
+            remedy="exchange them",
+        )
     return [stage for stage in STAGES[begin : end + 1] if _wanted(config, stage)]
 
 
@@ -135,35 +141,31 @@ def run_stages(
             if standing is None:
                 seconds[stage.name] = round(time.monotonic() - started, 1)
     if stages and stages[-1].name == "evaluate":
-        tell(write_summary(config, store, seconds))
+        tell(write_summary(store, seconds))
     return 0
 
 
-def write_summary(config: RunConfig, store: Store, seconds: dict[str, float]) -> str:
+def write_summary(store: Store, seconds: dict[str, float]) -> str:
     """Write `summary.json` into the run's store and return it as one line.
 
     Args:
         seconds: stage -> wall clock of its whole process, for those that did their work just now;
             of the others their manifest's own figure is taken, which leaves out the start.
+
+    What the run was made from may lie in other runs: it is found by its lineage. Raises
+    UpstreamMissing, ManifestInvalid where that is no longer whole.
     """
-    record = summary(run_manifests(config, store))
+    evaluated = artifacts.find(store.child("evaluate"))
+    manifests = {
+        artifact.manifest.artifact: artifact.manifest
+        for artifact in walk([evaluated] if evaluated else [])
+    }
+    record = summary(manifests)
     record["seconds_by_stage"] = {**record["seconds_by_stage"], **seconds}
     record["seconds_total"] = round(sum(record["seconds_by_stage"].values()), 1)
     line = msgspec.json.encode(record)
     store.write_bytes(SUMMARY_NAME, msgspec.json.format(line, indent=2) + b"\n")
     return line.decode()
-
-
-def run_manifests(config: RunConfig, store: Store) -> dict[str, Manifest]:
-    """Artefact kind -> manifest, of the run's own artefacts and of those named under `inputs`."""
-    found: dict[str, Manifest] = {}
-    for stage in STAGES:
-        prefixes = [store.child(kind) for kind in stage.writes]
-        prefixes += [open_store(url) for url in input_urls(config, store, stage).values()]
-        for prefix in prefixes:
-            if artifact := artifacts.find(prefix):
-                found.setdefault(artifact.manifest.artifact, artifact.manifest)
-    return found
 
 
 def _wanted(config: RunConfig, stage: Stage) -> bool:

@@ -30,7 +30,6 @@ from jobs.process import StageRun, run_stage
 def story(run: StageRun) -> str:
     """Measure the sources, claim, commit the verifier, convert every row, commit the rows."""
     config = run.config.prepare
-    run.store.probe()
     sources = open_sources(config.data)
     measured = [source.measure() for source in sources]
     verifier = open_verifier(run.config.verifier)
@@ -40,11 +39,12 @@ def story(run: StageRun) -> str:
         "tokenizer": verifier.tokenizer_facts().fingerprint,
     }
     data = {f"data.{i}": file.sha256 for i, (file, _) in enumerate(measured)}
-    identity = run.claim(inputs={**fingerprints, **data})
-    if done := run.committed():
+    stop_ids = {"stop_ids": list(verifier.stop_ids)}
+    identity = run.claim(inputs={**fingerprints, **data}, settings=stop_ids)
+    if done := run.committed(identity):
         return f"already committed, {done.manifest.total_samples} rows"
 
-    commit_verifier(run, verifier, identity_of(fingerprints, {}))
+    commit_verifier(run, verifier, identity_of(fingerprints, stop_ids))
     num_rows = min(sum(rows for _, rows in measured), config.max_conversations or sys.maxsize)
     manifest = msgspec.structs.replace(
         convert_rows(run, converter, sources, num_rows=num_rows, vocab_size=verifier.vocab_size),
@@ -63,7 +63,7 @@ def story(run: StageRun) -> str:
 
 def commit_verifier(run: StageRun, verifier: Verifier, identity: str) -> None:
     """Commit what later stages need of the verifier, unless it stands already."""
-    if run.committed("verifier"):
+    if run.committed(identity, "verifier"):
         return
     store = run.output("verifier")
     with run.scratch() as folder:

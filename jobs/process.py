@@ -30,7 +30,13 @@ from eagle3 import __version__
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig, load_config, settings_that_affect
-from eagle3.errors import ConfigError, Eagle3Error, EnvironmentMisconfigured, Stopped
+from eagle3.errors import (
+    ConfigError,
+    Eagle3Error,
+    EnvironmentMisconfigured,
+    IdentityConflict,
+    Stopped,
+)
 from eagle3.manifest import Manifest
 from eagle3.progress import Progress
 from eagle3.stages import Stage, stage_named
@@ -81,9 +87,21 @@ class StageRun:
         """The prefix of the artefact that the stage writes (the last of its kinds by default)."""
         return self.store.child(kind or self.stage.writes[-1])
 
-    def committed(self, kind: str | None = None) -> Artifact | None:
-        """The artefact that this stage has already committed, or None."""
-        return artifacts.find(self.output(kind))
+    def committed(self, identity: str, kind: str | None = None) -> Artifact | None:
+        """The artefact that this stage has already committed for this identity, or None.
+
+        Raises IdentityConflict where an artefact of other inputs or settings stands: the claim
+        may have been deleted since.
+        """
+        standing = artifacts.find(self.output(kind))
+        if standing and standing.manifest.identity != identity:
+            raise IdentityConflict(
+                f"{standing.store.url}: identity",
+                wanted=f"{identity[:16]}, that of these inputs and settings",
+                found=standing.manifest.identity[:16],
+                remedy="set them back, or give the new run a --store prefix of its own",
+            )
+        return standing
 
     def claim(
         self,
@@ -227,6 +245,8 @@ def load_run(found: argparse.Namespace) -> tuple[RunConfig, Store]:
 def _tell(stage: Stage, story: Story, found: argparse.Namespace) -> None:
     config, store = load_run(found)
     inputs = gate_inputs(config, store, stage)
+    # Before anything is computed: a store that cannot be written would lose all of it.
+    store.probe()
     run = StageRun(stage=stage, config=config, store=store, inputs=inputs, index=_worker_index())
     print(f"{stage.name}: {story(run)}, {time.monotonic() - run.started:.0f} s", flush=True)
 

@@ -7,7 +7,6 @@ conversations, the settings and the seed alone.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 import zlib
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from eagle3 import artifact as artifacts
 from eagle3 import vllm_capture
 from eagle3.capture import Generator, Sampling
 from eagle3.config import RegenerateConfig
@@ -71,9 +71,8 @@ def story(run: StageRun, start: StartGenerator) -> str:
     """Claim, answer what nobody has answered, merge the units' records, commit."""
     plan = make_plan(run)
     identity = run.claim()
-    if done := run.committed():
+    if done := run.committed(identity):
         return f"already committed, {done.manifest.total_samples} rows"
-    run.output().probe()
     if len(run.work.finished_units()) < len(plan.units):
         answer_units(run, plan, start)
     manifest = finished_manifest(run, plan, identity)
@@ -237,8 +236,7 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
     assert source.verifier is not None, "a verifier artefact's manifest names its verifier"
     counts = counts_from_dict(merge_token_counts(records.values()), source.verifier.vocab_size)
     data = encode_counts(counts)
-    run.output().create_bytes(COUNTS_NAME, data)
-    entry = FileEntry(path=COUNTS_NAME, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    entry = artifacts.put(run.output(), COUNTS_NAME, data)
     seconds = merged.measured.get("answer_seconds", 0.0)
     rate = merged.facts["supervised_tokens"] / seconds if seconds else 0.0
     return msgspec.structs.replace(

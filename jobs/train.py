@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from eagle3 import artifact as artifacts
 from eagle3.draft.checkpoints import (
     CURVE_NAME,
     DRAFT,
@@ -30,7 +31,7 @@ from eagle3.draft.training import Layout, Ranks, Session, last_validation, lay_o
 from eagle3.errors import DraftInvalid, TemporaryFailure
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.progress import Progress
-from eagle3.store import Store, sha256_of_file
+from eagle3.store import Store
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs.process import StageRun, run_stage
@@ -44,7 +45,7 @@ def story(run: StageRun) -> str:
     if done := run.committed(identity):
         return f"already committed, {done.manifest.facts['steps']} steps"
     if processes > 1:
-        return _launched(run, processes)
+        return _launched(run, identity, processes)
     states, config = run.inputs["states"], run.config.train
     checkpoints = Checkpoints(run.store.child(f"work/{run.stage.name}"))
     with run.scratch() as scratch:
@@ -82,7 +83,7 @@ def story(run: StageRun) -> str:
     return f"trained {layout.plan.total} steps on {layout.split.num_train} rows, loss {loss:.3f}"
 
 
-def _launched(run: StageRun, processes: int) -> str:
+def _launched(run: StageRun, identity: str, processes: int) -> str:
     """Train with several processes, which run this same story. SystemExit with their code."""
     with run.scratch() as scratch:
         config = scratch / "run.yaml"
@@ -134,7 +135,7 @@ def _facts(run: StageRun, layout: Layout, ranks: Ranks, curve: list[CurvePoint])
 def _publish(
     output: Store, checkpoints: Checkpoints, final: Marker, curve: list[CurvePoint], scratch: Path
 ) -> tuple[FileEntry, ...]:
-    """Put the artefact's objects in place. The prefix is ours by claim, so they may be replaced."""
+    """Put the artefact's objects in place; a process that was killed here put the same."""
     untrained = checkpoints.untrained()
     if untrained is None:
         raise DraftInvalid(
@@ -148,13 +149,8 @@ def _publish(
     checkpoints.fetch(untrained, folder / UNTRAINED)
     (folder / CURVE_NAME).write_bytes(encode_curve(curve))
     names = [f"{part}/{name}" for part in (DRAFT, UNTRAINED) for name in DRAFT_FILES]
-    entries = []
-    for name in (*names, CURVE_NAME):
-        path = folder / name
-        output.put_file(path, name)
-        size = path.stat().st_size
-        entries.append(FileEntry(path=name, bytes=size, sha256=sha256_of_file(path)))
-    return tuple(entries)
+    curve_entry = artifacts.put(output, CURVE_NAME, folder / CURVE_NAME, timed=True)
+    return (*(artifacts.put(output, name, folder / name) for name in names), curve_entry)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,12 @@ d2t) and `coverage.json` (what this and other sizes would cover).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 
-from eagle3.manifest import FileEntry, Manifest
+from eagle3 import artifact as artifacts
+from eagle3.manifest import Manifest
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import (
     MAPPING_NAME,
@@ -31,7 +31,7 @@ COVERAGE_NAME = "coverage.json"
 def story(run: StageRun) -> str:
     """Build the mapping, check it, write it, commit it."""
     identity = run.claim()
-    if done := run.committed():
+    if done := run.committed(identity):
         return f"already committed, coverage {done.manifest.facts['coverage']:.4f}"
     source, size = run.inputs["verifier"].manifest, run.config.vocab.draft_vocab_size
     trusted = run.config.verifier.trust_remote_code
@@ -58,15 +58,10 @@ def story(run: StageRun) -> str:
         MAPPING_NAME: encode(mapping, required_ids=required_ids),
         COVERAGE_NAME: json.dumps({**told, "curve": curve}, indent=2).encode() + b"\n",
     }
-    for path, data in objects.items():
-        run.output().create_bytes(path, data)
     manifest = Manifest(
         artifact="vocab",
         identity=identity,
-        files=tuple(
-            FileEntry(path=path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-            for path, data in objects.items()
-        ),
+        files=tuple(artifacts.put(run.output(), path, data) for path, data in objects.items()),
         verifier=source.verifier,
         tokenizer=source.tokenizer,
         facts={**told, "mapping_sha256": mapping_sha256(mapping)},

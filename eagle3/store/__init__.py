@@ -296,6 +296,13 @@ def _split_url(url: str) -> tuple[str, str]:
             remedy="correct the scheme",
         )
     rest = url.split("://", 1)[1].rstrip("/")
+    if parts.scheme in ("file", "local") and parts.netloc:
+        raise ConfigError(
+            url,
+            wanted="a whole path, as in file:///data/run",
+            found=f"a host, {parts.netloc}",
+            remedy="write three slashes, or the path alone",
+        )
     if parts.scheme in ("file", "local"):
         return "file", "/" + rest.lstrip("/")
     if not rest:
