@@ -76,15 +76,17 @@ MISTRAL_LIKE = """\
 
 DEEPSEEK_LIKE = """\
 {%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + message.content -}}
-{%- for call in message.tool_calls or [] -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is none -%}
+{%- for call in message.tool_calls -%}
 {{- '\\n```json\\n' + call['function']['name'] + call['function']['arguments'] + '\\n```' -}}
 {%- endfor -%}
+{%- else -%}{{- message.content -}}{%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""Joins tool arguments to a text, so that an object makes it raise."""
+"""Joins tool arguments to a text, so that an object makes it raise; calls only without content."""
 
 HEADER_WITHOUT_PROMPT = CHATML.replace("if add_generation_prompt", "if false")
 """Ignores add_generation_prompt: the answer's header would be taken for the answer."""

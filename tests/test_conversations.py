@@ -323,6 +323,13 @@ def test_b13_a_template_that_would_swallow_tool_calls_is_noticed(fast: Tokenizer
     assert reason(converter(fast(chats.CHATML)), row) == "tool_calls_unsupported"
 
 
+def test_b13_a_template_that_drops_calls_beside_content_is_noticed(fast: Tokenizers) -> None:
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    row = {"messages": [USER, {**ANSWER, "tool_calls": [call]}]}
+    assert kept(converter(fast(chats.QWEN3_LIKE)), row)
+    assert reason(converter(fast(chats.DEEPSEEK_LIKE)), row) == "tool_calls_unsupported"
+
+
 @pytest.mark.parametrize("arguments", ['{"a":', "[1]", 3])
 def test_b13_broken_tool_arguments_cost_one_row(fast: Tokenizers, arguments: object) -> None:
     call = {"name": "weather", "arguments": arguments}

@@ -166,9 +166,7 @@ def test_a_conversation_of_several_rows_is_told_once(tmp_path: Path, verifier: P
     folder = tmp_path / "forgetful"
     make_llama(folder, num_layers=4)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    # A template that says how many turns there are, so that no history begins with the last one.
-    settings["chat_template"] = "{{ messages | length }}" + CHAT_TEMPLATE
-    # The answer's render and its prompt must begin alike: count users only.
+    # Begins with the number of prompts, so that no history begins as the one before it.
     settings["chat_template"] = (
         "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + CHAT_TEMPLATE
     )
@@ -217,6 +215,16 @@ def test_a_source_is_counted_and_hashed_from_any_store(tmp_path: Path) -> None:
         (3, {"a": 2}),
         (4, {"a": 3}),
     ]
+
+
+def test_a_file_that_changes_between_its_two_readings_is_noticed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(3)])
+    source = Source(str(path))
+    source.measure()
+    assert len(list(source.rows())) == 3
+    path.write_bytes(path.read_bytes().replace(b"chat 1", b"chat 7"))
+    with pytest.raises(ConversationsInvalid, match="as when the stage began"):
+        list(source.rows())
 
 
 def test_a_file_that_is_not_there_is_a_fault_of_the_configuration(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ class Source:
         root = "/" if url.startswith("/") else "."
         self._store = open_store(parent or root)
         self.url = f"{self._store.url}/{self._name}"
+        self._measured: str | None = None
         try:
             self._size = self._store.size(self._name)
         except FileNotFoundError as error:
@@ -123,14 +124,27 @@ class Source:
             return self._facts(self._store.sha256(self._name)), rows
         digest = hashlib.sha256()
         rows = sum(1 for _ in self._lines(digest))
-        return self._facts(digest.hexdigest()), rows
+        self._measured = digest.hexdigest()
+        return self._facts(self._measured), rows
 
     def rows(self) -> Iterator[RawRow]:
-        """Every row in order. Raises ConversationsInvalid for a file that breaks off."""
+        """Every row in order.
+
+        Raises ConversationsInvalid for a file that breaks off, or that is no longer the one
+        that was measured (of lines, known when all have been read).
+        """
         if self._format == "parquet":
             yield from self._records()
-        else:
-            yield from self._lines(None)
+            return
+        digest = hashlib.sha256()
+        yield from self._lines(digest)
+        if self._measured not in (None, digest.hexdigest()):
+            raise ConversationsInvalid(
+                self.url,
+                wanted=f"sha256 {str(self._measured)[:16]}, as when the stage began",
+                found=digest.hexdigest()[:16],
+                remedy="run prepare again, on files that nobody is writing",
+            )
 
     def _facts(self, sha256: str) -> SourceFile:
         return SourceFile(url=self.url, bytes=self._size, sha256=sha256)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.conversations.encoding import Encoder
 from eagle3.conversations.messages import Message, Rejected
+from eagle3.conversations.tool_calls import find_tool_style
 from eagle3.errors import VerifierInvalid
 from eagle3.verifier.tokenizer import special_ids
 
@@ -27,7 +28,6 @@ _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, Ind
 # How templates are told to prompt without reasoning. Most know none of these.
 _SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
 _PROBE_USER: Message = {"role": "user", "content": "probe question"}
-_PROBE_ARGUMENTS = {"probe_key": "probe value"}
 
 
 class Renderer:
@@ -47,10 +47,13 @@ class Renderer:
         self._switches = self._find_switches()
         prompt = self._prove_encoding()
         special = special_ids(tokenizer)
-        self._marks = frozenset(prompt) & special
-        self._control = _literals(tokenizer, special)
-        self._control_in_answer = _literals(tokenizer, self._marks | self._stops)
-        self._tool_style = self._find_tool_style()
+        # Published role markers are not always marked as special, but they are never spelt out.
+        self._marks = frozenset(prompt) & (special | set(tokenizer.added_tokens_decoder))
+        self._control = _literals(tokenizer, special | self._marks)
+        self._control_in_answer = _literals(tokenizer, self._marks & special | self._stops)
+        self._tool_style = find_tool_style(
+            lambda messages: self._render_as_is(messages, None, prompt=False)
+        )
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
@@ -128,6 +131,17 @@ class Renderer:
         prompt: bool,
         **switch: Any,
     ) -> str:
+        spelt = [self._for_template(message) for message in messages]
+        return self._render_as_is(spelt, tools, prompt=prompt, **switch)
+
+    def _render_as_is(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        prompt: bool,
+        **switch: Any,
+    ) -> str:
         text = self._apply(messages, tools, prompt=prompt, tokenize=False, **switch)
         assert isinstance(text, str)
         return text
@@ -143,7 +157,7 @@ class Renderer:
     ) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                [self._for_template(message) for message in messages],
+                list(messages),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
                 tokenize=tokenize,
@@ -154,12 +168,11 @@ class Renderer:
             raise Rejected("template_refused", f"{type(error).__name__}: {error}") from error
 
     def _for_template(self, message: Message) -> Message:
-        """The message with tool arguments as this template wants them."""
         if "tool_calls" not in message:
             return message
         if self._tool_style is None:
             raise Rejected("tool_calls_unsupported", "the template does not render them")
-        return _with_arguments(message, as_text=self._tool_style == "text")
+        return self._tool_style.spell(message)
 
     def _find_switches(self) -> list[dict[str, Any]]:
         """The switches that change the generation prompt, those of the longest prompt first."""
@@ -191,25 +204,6 @@ class Renderer:
                 remedy="use a tokenizer whose template is text, as servers expect it",
             )
         return ids
-
-    def _find_tool_style(self) -> str | None:
-        """Whether the template takes tool arguments as an object or as JSON text; None: neither.
-
-        Each wrong choice is silent in some template: an object printed as Python prints it, or
-        a text quoted a second time.
-        """
-        call = {"type": "function", "id": "a", "function": {"name": "probe", "arguments": {}}}
-        call["function"] = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
-        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for style, spoilt in (("object", "'probe_key'"), ("text", '\\"probe_key')):
-            self._tool_style = style
-            try:
-                text = self._render([_PROBE_USER, answer], None, prompt=False)
-            except Rejected:
-                continue
-            if "probe_key" in text and spoilt not in text:
-                return style
-        return None
 
 
 class RowBuilder:
@@ -249,16 +243,6 @@ class RowBuilder:
 
 def _is_answer(message: Message) -> bool:
     return bool(message["role"] == "assistant")
-
-
-def _with_arguments(message: Message, *, as_text: bool) -> Message:
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call["function"])
-        if as_text:
-            function["arguments"] = _as_json(function["arguments"])
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
 
 
 def _as_json(value: Any) -> str:
