@@ -277,6 +277,13 @@ def finished_manifest(
 ) -> Manifest:
     """The manifest of all units, with the ten fields that readers of version 1 know."""
     merged = merge("extract", identity, plan.units, run.work.finished())
+    if merged.rows_in != plan.num_rows:
+        raise ManifestInvalid(
+            "work/extract/units",
+            wanted=f"records of all {plan.num_rows} rows of the input",
+            found=f"{merged.rows_in} rows",
+            remedy="give the run a store prefix of its own and extract again",
+        )
     check_rejected(run, merged.rejected, plan.num_rows)
     source = run.inputs["verifier"].manifest
     seconds = merged.measured.get("capture_seconds", 0.0)

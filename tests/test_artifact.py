@@ -128,8 +128,26 @@ def test_inputs_made_from_other_rows_are_refused(ready, run):
     rows = commit(other, "prepare", identity="other rows")
     commit(other, "vocab", inputs={"rows": rows})
     inputs = {"states": gate(ready, "extract"), "vocab": gate(other, "vocab")}
-    with pytest.raises(ManifestInvalid, match=r"inputs\.prepare\.digest"):
+    with pytest.raises(ManifestInvalid, match=r"inputs\.rows\.digest"):
         artifacts.cross_check(inputs)
+
+
+def test_states_of_prepared_rows_and_a_mapping_of_regenerated_ones_are_refused(ready, run):
+    rows = artifacts.find(ready.child("prepare"))
+    assert rows is not None
+    regenerated = commit(run, "regenerate", inputs={"rows": rows})
+    other = open_store(f"{run.url}-other")
+    commit(other, "vocab", inputs={"rows": regenerated})
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(other, "vocab")}
+    with pytest.raises(ManifestInvalid, match=r"inputs\.rows\.digest.*regenerate"):
+        artifacts.cross_check(inputs)
+
+
+@pytest.mark.parametrize("field", ["verifier", "tokenizer"])
+def test_an_artefact_that_does_not_say_whose_it_is_is_refused(ready, field):
+    rewrite(ready, "vocab", **{field: None})
+    with pytest.raises(ManifestInvalid, match=field):
+        gate(ready, "vocab")
 
 
 def test_an_input_replaced_since_another_was_made_from_it_is_refused(ready):
@@ -145,7 +163,10 @@ def test_the_one_missing_object_of_thousands_is_named(run):
     for name in names:
         store.write_bytes(name, b"1")
     files = tuple(FileEntry(path=name, bytes=1, sha256="a" * 64) for name in names)
-    artifacts.commit(store, Manifest(artifact="prepare", identity="i", files=files))
+    manifest = Manifest(
+        artifact="prepare", identity="i", files=files, verifier=VERIFIER, tokenizer=TOKENIZER
+    )
+    artifacts.commit(store, manifest)
     gate(run, "prepare")
     store.delete(names[1234])
     with pytest.raises(ManifestInvalid, match=names[1234]):

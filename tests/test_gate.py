@@ -145,7 +145,7 @@ BROKEN: dict[Callable[[Store], None], tuple[int, str]] = {
     another_layer_convention: (65, "layer_id_convention"),
     another_verifier: (65, "verifier.fingerprint"),
     another_tokenizer: (65, "tokenizer.fingerprint"),
-    a_mapping_from_other_rows: (65, "inputs.prepare.digest"),
+    a_mapping_from_other_rows: (65, "inputs.rows.digest"),
 }
 
 
