@@ -15,16 +15,16 @@ import yaml
 
 from eagle3 import __version__
 from eagle3 import artifact as artifacts
+from eagle3.artifact import Artifact
 from eagle3.config import load_config, parse_config
-from eagle3.errors import UpstreamMissing
-from eagle3.manifest import Manifest
+from eagle3.errors import ConfigError, UpstreamMissing
 from eagle3.store import Store, open_store
 from jobs import cli
-from jobs.local import chosen_stages, config_file, run_manifests, write_summary
+from jobs.local import chosen_stages, config_file, write_summary
 from tests.conftest import ROOT
 from tests.tiny_run import write_conversations
 from tests.tiny_verifiers import make_llama
-from tests.upstreams import CONFIG, commit_upstreams
+from tests.upstreams import CONFIG, commit, commit_upstreams
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def write_run(folder: Path, verifier: Path, *, conversations: int = 12) -> Path:
     """A configuration whose data and verifier are real."""
     data = write_conversations(folder / "chats.jsonl", conversations)
     config = {
-        "verifier": {"source": str(verifier)},
+        "verifier": {"source": str(verifier), "serving_name": "tests/tiny"},
         "prepare": {"data": [str(data)], "max_seq_len": 256, "shard_rows": 4},
         "regenerate": {"enabled": False},
         "vocab": {"draft_vocab_size": 128},
@@ -118,7 +118,8 @@ def test_stages_are_chosen_from_one_to_another_without_those_left_out():
     names = [stage.name for stage in chosen_stages(config, None, None)]
     assert names == ["prepare", "extract", "vocab", "train", "export", "evaluate"]
     assert [stage.name for stage in chosen_stages(config, "vocab", "train")] == ["vocab", "train"]
-    assert chosen_stages(config, "train", "vocab") == []
+    with pytest.raises(ConfigError, match="exchange them"):
+        chosen_stages(config, "train", "vocab")
     raw["regenerate"]["enabled"] = True
     assert chosen_stages(parse_config(raw), "regenerate", "regenerate")[0].name == "regenerate"
 
@@ -233,40 +234,52 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def finished_run(store: Store) -> None:
-    """Manifests as a whole run leaves them, with the facts that a summary reads."""
-    commit_upstreams(store)
-    evaluated = {
-        "acceptance_length_trained": 2.1,
-        "acceptance_length_interval": [2.0, 2.2],
-        "acceptance_per_position": [0.5, 0.3, 0.2],
-        "repeated_4gram_share": 0.1,
-        "heldout_prompts": 200,
-        "lossless": True,
-        "lossless_prompts": 64,
-        "near_tie_divergences": 0,
-    }
-    rates = {
-        "tokens_per_second_with_draft": 80.0,
-        "tokens_per_second_without": 60.0,
-        "speedup": 1.33,
-        "seconds": 200.0,
-    }
-    store.delete("vocab/data_config.json")
-    for kind, facts, measured in (
-        ("vocab", {"draft_vocab_size": 64, "coverage": 0.98}, {"seconds": 2.0}),
-        ("train", {"steps": 400}, {"seconds": 300.0}),
-        ("evaluate", evaluated, rates),
-    ):
-        manifest = Manifest(artifact=kind, identity="i", files=(), facts=facts, measured=measured)
-        artifacts.commit(store.child(kind), manifest)
+EVALUATED = {
+    "acceptance_length_trained": 2.1,
+    "acceptance_length_interval": [2.0, 2.2],
+    "acceptance_per_position": [0.5, 0.3, 0.2],
+    "repeated_4gram_share": 0.1,
+    "heldout_prompts": 200,
+    "lossless": True,
+    "lossless_prompts": 64,
+    "near_tie_divergences": 0,
+}
+RATES = {
+    "tokens_per_second_with_draft": 80.0,
+    "tokens_per_second_without": 60.0,
+    "speedup": 1.33,
+    "seconds": 200.0,
+}
+
+
+def finish(run: Store, upstream: Store) -> None:
+    """Commit what comes after extract, as a whole run does, on another run's hidden states."""
+    states = found(upstream, "extract")
+    verifier = found(upstream, "verifier")
+    facts = {"draft_vocab_size": 64, "coverage": 0.98}
+    below = {"rows": found(upstream, "prepare"), "verifier": verifier}
+    vocab = commit(run, "vocab", inputs=below, facts=facts, measured={"seconds": 2.0})
+    below = {"states": states, "vocab": vocab, "verifier": verifier}
+    seconds = {"seconds": 300.0}
+    train = commit(run, "train", inputs=below, facts={"steps": 400}, measured=seconds)
+    below = {"train": train, "vocab": vocab, "verifier": verifier}
+    export = commit(run, "export", inputs=below)
+    below = {"export": export, "prompts": found(upstream, "prepare"), "verifier": verifier}
+    commit(run, "evaluate", inputs=below, facts=EVALUATED, measured=RATES)
+
+
+def found(run: Store, kind: str) -> Artifact:
+    artifact = artifacts.find(run.child(kind))
+    assert artifact is not None
+    return artifact
 
 
 def test_a_finished_run_ends_in_its_summary_as_one_line_and_as_an_object(tmp_path):
-    store = open_store(f"file://{tmp_path}/run")
-    finished_run(store)
-    config = parse_config(yaml.safe_load(CONFIG))
-    line = write_summary(config, store, {"train": 333.3})
+    """Its hidden states are another run's: the summary follows the lineage to them."""
+    upstream, run = (open_store(f"file://{tmp_path}/{name}") for name in ("first", "run"))
+    commit_upstreams(upstream)
+    finish(run, upstream)
+    line = write_summary(run, {"train": 333.3})
     record = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert record == json.loads(line)
     assert "\n" not in line
@@ -277,14 +290,9 @@ def test_a_finished_run_ends_in_its_summary_as_one_line_and_as_an_object(tmp_pat
     assert record["seconds_total"] == 535.3
 
 
-def test_a_summary_follows_the_inputs_to_another_run(tmp_path):
-    store, other = (open_store(f"file://{tmp_path}/{name}") for name in ("run", "other"))
-    finished_run(store)
-    commit_upstreams(other)
-    store.delete("extract/data_config.json")
-    raw = yaml.safe_load(CONFIG)
+def test_a_run_without_its_evaluation_has_no_summary(tmp_path):
+    run = open_store(f"file://{tmp_path}/run")
+    commit_upstreams(run)
     with pytest.raises(UpstreamMissing):
-        write_summary(parse_config(raw), store, {})
-    raw["inputs"] = {"train.states": f"{other.url}/extract"}
-    assert run_manifests(parse_config(raw), store)["extract"].total_samples == 6
-    assert json.loads(write_summary(parse_config(raw), store, {}))["samples"] == 6
+        write_summary(run, {})
+    assert not run.exists("summary.json")
