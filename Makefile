@@ -9,7 +9,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lock bench-extract clean
+.PHONY: help setup demo test check lint lock bench-extract clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,10 +25,17 @@ test: setup ## every test, as CI runs them
 	@$(PYTHON) -m pytest
 
 check: setup ## lint, types and the tests without engines: the inner loop
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit-0 unit-1
+
+lint:
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@$(PYTHON) -m pytest -q -m "not engine and not slow"
+
+# Every second test file, so that two cores share them.
+unit-%:
+	@$(PYTHON) -m pytest -q -m "not engine and not slow" \
+	  $$(ls tests/test_*.py | awk 'NR % 2 == $*')
 
 lock: setup ## compile requirements.txt from pyproject.toml
 	@bash .ci/lock
