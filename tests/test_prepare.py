@@ -335,6 +335,7 @@ def test_b20_other_inputs_in_the_same_prefix_are_refused_by_name(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_workers_change_nothing_but_the_time(tmp_path: Path, verifier: Path) -> None:
     rows = [chat(i, turns=1 + i % 3) for i in range(300)]
     odd = ["broken", {"messages": [{"role": "bot", "content": "x"}]}, rows[5]]
@@ -367,6 +368,7 @@ for moment in moments:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_any_moment_and_run_again_it_gives_the_same_objects(
     tmp_path: Path, verifier: Path
 ) -> None:
