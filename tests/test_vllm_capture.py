@@ -350,7 +350,7 @@ class TestRefusals:
 
     def test_b25_prefill_in_pieces(self, llama: Path) -> None:
         with pytest.raises(ConfigError, match="prefilled in one step"):
-            VllmGenerator(options(llama, max_num_batched_tokens=512))
+            VllmGenerator(options(llama, extra={"max_num_batched_tokens": 512}))
 
     @pytest.mark.parametrize("layer_ids", [(), (4, 2, 8), (2, 2, 8)])
     def test_layer_ids_out_of_order(self, llama: Path, layer_ids: tuple[int, ...]) -> None:
@@ -368,6 +368,9 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="max_seq_len"):
             VllmGenerator(options(llama, max_model_len=4096))
 
-    def test_b104_too_little_memory_for_one_row(self, llama: Path) -> None:
-        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
-            VllmGenerator(options(llama, extra={"kv_cache_memory_bytes": 1 << 16}))
+    @pytest.mark.parametrize("separate_process", [False, True])
+    def test_b104_too_little_memory_for_one_row(self, llama: Path, separate_process: bool) -> None:
+        """In this process, and where only the log of another one tells why."""
+        little = {"kv_cache_memory_bytes": 1 << 16}
+        with pytest.raises(ConfigError, match=r"KV cache memory.*gpu_memory_utilization"):
+            VllmGenerator(options(llama, extra=little, separate_process=separate_process))

@@ -32,9 +32,10 @@ ExampleHiddenStatesConnector, the method `_submit_async_write` and the attribute
 `_block_size`, `_is_tp_rank_zero`, `_lock_fds`, `_req_copy_events`;
 
 of the engine's arguments those named in `engine.OWN_ARGUMENTS`, and enforce_eager,
-kv_cache_memory_bytes, compilation_config, language_model_only, gpu_memory_utilization,
-trust_remote_code; of the environment VLLM_ENABLE_V1_MULTIPROCESSING, VLLM_MLA_DISABLE,
-VLLM_CPU_OMP_THREADS_BIND, VLLM_NO_USAGE_STATS, VLLM_LOGGING_LEVEL.
+max_num_batched_tokens, kv_cache_memory_bytes, compilation_config, language_model_only,
+gpu_memory_utilization, trust_remote_code; of the environment VLLM_ENABLE_V1_MULTIPROCESSING,
+VLLM_WORKER_MULTIPROC_METHOD, VLLM_MLA_DISABLE, VLLM_CPU_OMP_THREADS_BIND,
+VLLM_NO_USAGE_STATS, VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH.
 """
 
 from eagle3.vllm_capture.answers import VllmGenerator

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,18 +20,21 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
-from eagle3.errors import ConfigError, Eagle3Error, VerifierInvalid
+from eagle3.errors import ConfigError
+from eagle3.vllm_capture.refusals import explain, read_errors, write_logging_config
 from eagle3.vllm_capture.seams import let_llvmlite_be_looked_at
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache of a CPU engine where `extra` names no `kv_cache_memory_bytes`."""
+
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
+"""Tokens in one step, where `extra` names no `max_num_batched_tokens` and no prompt is longer."""
 
 OWN_ARGUMENTS = frozenset(
     {
         "model",
         "dtype",
         "max_model_len",
-        "max_num_batched_tokens",
         "max_num_seqs",
         "tensor_parallel_size",
         "enable_prefix_caching",
@@ -60,9 +64,6 @@ class EngineOptions:
     """GPUs."""
     max_num_seqs: int = 32
     """Sequences in one step."""
-    max_num_batched_tokens: int | None = None
-    """Tokens in one step; at least `max_model_len`, which is what it is when left out (but not
-    below 2,048): prompts are prefilled in one step, never in pieces."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for the engine; without meaning on a CPU."""
     seed: int = 0
@@ -93,23 +94,27 @@ class Engine:
     ) -> None:
         config = _read_config(options.model)
         self.separate_process = _separate_process(options)
-        _set_environment(options, separate_process=self.separate_process, mla_off=mla_off)
         everything = {
             **_common_arguments(options),
             **_platform_arguments(config),
             **_checked_extra(options),
             **arguments,
         }
-        try:
-            with _expected_warnings():
-                self.llm = LLM(**everything)
-        except (RuntimeError, ValueError) as error:
-            if not self.separate_process:
-                cleanup_dist_env_and_memory()
-            explained = _explain(error, options)
-            if explained is None:
-                raise
-            raise explained from error
+        environment = _environment(options, self.separate_process, mla_off=mla_off)
+        with tempfile.TemporaryDirectory(prefix="eagle3-engine-") as folder:
+            log = write_logging_config(Path(folder), environment["VLLM_LOGGING_LEVEL"])
+            environment["VLLM_LOGGING_CONFIG_PATH"] = str(log)
+            try:
+                with _set_for_now(environment), _expected_warnings():
+                    self.llm = LLM(**everything)
+            except (RuntimeError, ValueError) as error:
+                if not self.separate_process:
+                    cleanup_dist_env_and_memory()
+                said = f"{error}\n{read_errors(Path(folder))}"
+                explained = explain(said, options.model, options.max_model_len)
+                if explained is None:
+                    raise
+                raise explained from error
 
     def enqueue(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
         """Hand over all prompts before the first step; returns the requests' ids, in order.
@@ -186,42 +191,62 @@ def _separate_process(options: EngineOptions) -> bool:
     return not current_platform.is_cpu()
 
 
-def _set_environment(options: EngineOptions, *, separate_process: bool, mla_off: bool) -> None:
-    """vLLM takes these from the environment only; its workers inherit them.
+def _environment(
+    options: EngineOptions, separate_process: bool, *, mla_off: bool
+) -> dict[str, str]:
+    """What vLLM reads at its start from the environment only, and its processes inherit.
 
     Threads: left alone, vLLM keeps one core free for its scheduler process, or two where
     states are captured, unless that would leave none: on two cores a plain engine then computes
     on one and a capturing one on both. It also pins to cores, so that two engines share the
     same. Here every engine gets the threads that were asked for, and is not pinned.
     """
-    envs.disable_envs_cache()
     wanted = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
-        "VLLM_MLA_DISABLE": "1" if mla_off and current_platform.is_cpu() else "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if current_platform.is_cpu():
         threads = options.num_threads or len(os.sched_getaffinity(0))
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-        let_llvmlite_be_looked_at()
+        wanted["VLLM_MLA_DISABLE"] = "1" if mla_off else "0"
+    return wanted
+
+
+@contextmanager
+def _set_for_now(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment, and what this process already took from it; put it back at the end."""
+    before = {name: os.environ.get(name) for name in wanted}
+    envs.disable_envs_cache()
     os.environ.update(wanted)
     logging.getLogger("vllm").setLevel(wanted["VLLM_LOGGING_LEVEL"])
+    if "OMP_NUM_THREADS" in wanted:
+        torch.set_num_threads(int(wanted["OMP_NUM_THREADS"]))
+        let_llvmlite_be_looked_at()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _common_arguments(options: EngineOptions) -> dict[str, Any]:
     """What every engine of ours has, whatever it is for.
 
     No prefix caching: a cached prefix has no states. No chunked prefill: a prompt in two pieces
-    gives other states than in one.
+    gives other states than in one, so a step must take the longest prompt whole.
     """
-    batched = options.max_num_batched_tokens or max(options.max_model_len, 2048)
+    usual = CPU_BATCHED_TOKENS if current_platform.is_cpu() else GPU_BATCHED_TOKENS
+    batched = options.extra.get("max_num_batched_tokens", max(options.max_model_len, usual))
     if batched < options.max_model_len:
         raise ConfigError(
-            "max_num_batched_tokens",
+            "engine.extra.max_num_batched_tokens",
             wanted=f"at least max_model_len = {options.max_model_len}",
             found=batched,
             remedy="raise it: prompts are prefilled in one step",
@@ -269,58 +294,3 @@ def _checked_extra(options: EngineOptions) -> Mapping[str, Any]:
             remedy="leave it out",
         )
     return options.extra
-
-
-_TOO_LITTLE_MEMORY = (
-    "larger than the available KV cache memory",
-    "No available memory for the cache blocks",
-    "Free memory on device",
-    "Available memory on node",
-    "CUDA out of memory",
-)
-
-_UNKNOWN_ARCHITECTURE = (
-    "are not supported for now",
-    "does not recognize this architecture",
-    "has no vLLM implementation",
-)
-
-
-def _explain(error: Exception, options: EngineOptions) -> Eagle3Error | None:
-    """One sentence for what a person can put right; None for everything else.
-
-    Where the engine has processes of its own, their words are in the log above, not in `error`.
-    """
-    text = str(error)
-    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    if any(words in text for words in _TOO_LITTLE_MEMORY):
-        return ConfigError(
-            "engine memory",
-            wanted="room for the weights and at least one longest row",
-            found=first_line,
-            remedy="lower max_seq_len or engine.max_num_seqs, raise"
-            " engine.gpu_memory_utilization, or use more GPUs (engine.tensor_parallel_size);"
-            " on a CPU raise engine.extra.kv_cache_memory_bytes",
-        )
-    if any(words in text for words in _UNKNOWN_ARCHITECTURE):
-        return VerifierInvalid(
-            f"{options.model}/config.json",
-            wanted="an architecture that this vLLM serves",
-            found=first_line,
-            remedy="use a vLLM that knows the model",
-        )
-    if "derived max_model_len" in text:
-        return ConfigError(
-            "max_seq_len",
-            wanted="at most the verifier's own longest context",
-            found=options.max_model_len,
-            remedy="lower it",
-        )
-    if "Engine core initialization failed" in text:
-        return ConfigError(
-            "engine",
-            wanted="an engine that starts",
-            found=first_line,
-            remedy="read the engine's own error in the log above",
-        )
-    return None

@@ -1,0 +1,101 @@
+"""What an engine that will not start means to the person who asked for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from eagle3.errors import ConfigError, Eagle3Error, EnvironmentMisconfigured, VerifierInvalid
+
+_TOO_LITTLE_MEMORY = (
+    "larger than the available KV cache memory",
+    "No available memory for the cache blocks",
+    "Free memory on device",
+    "Available memory on node",
+    "CUDA out of memory",
+)
+
+_UNKNOWN_ARCHITECTURE = (
+    "are not supported for now",
+    "does not recognize this architecture",
+    "has no vLLM implementation",
+)
+
+
+def explain(text: str, model: Path, max_model_len: int) -> Eagle3Error | None:
+    """One sentence for what a person can put right; None for everything else.
+
+    Args:
+        text: the exception, and what the engine's own processes logged as errors.
+    """
+    if line := _line_with(_TOO_LITTLE_MEMORY, text):
+        return ConfigError(
+            "engine memory",
+            wanted="room for the weights and at least one longest row",
+            found=line,
+            remedy="lower max_seq_len or engine.max_num_seqs, raise"
+            " engine.gpu_memory_utilization, or use more GPUs (engine.tensor_parallel_size);"
+            " on a CPU raise engine.extra.kv_cache_memory_bytes",
+        )
+    if line := _line_with(_UNKNOWN_ARCHITECTURE, text):
+        return VerifierInvalid(
+            f"{model}/config.json",
+            wanted="an architecture that this vLLM serves",
+            found=line,
+            remedy="use a vLLM that knows the model",
+        )
+    if "derived max_model_len" in text:
+        return ConfigError(
+            "max_seq_len",
+            wanted="at most the verifier's own longest context",
+            found=max_model_len,
+            remedy="lower it",
+        )
+    if line := _line_with(("Engine core initialization failed",), text):
+        return EnvironmentMisconfigured(
+            "engine",
+            wanted="an engine that starts",
+            found=line,
+            remedy="read the engine's own error in the log above",
+        )
+    return None
+
+
+def _line_with(words: tuple[str, ...], text: str) -> str | None:
+    """The first line that holds any of these words, at most 300 characters of it."""
+    lines = (line.strip() for line in text.splitlines())
+    return next((line[:300] for line in lines if any(word in line for word in words)), None)
+
+
+def write_logging_config(folder: Path, level: str) -> Path:
+    """Have an engine's own processes log to standard error, and errors into `folder` too.
+
+    Their exceptions do not reach this process, only that there was one. Returns the file that
+    VLLM_LOGGING_CONFIG_PATH wants; `read_errors(folder)` reads the other one.
+    """
+    handlers = {
+        "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
+        "file": {
+            "class": "logging.FileHandler",
+            "formatter": "line",
+            "level": "ERROR",
+            "filename": str(folder / "errors.log"),
+            "delay": True,
+        },
+    }
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(levelname)s %(processName)s %(message)s"}},
+        "handlers": handlers,
+        "loggers": {"vllm": {"handlers": [*handlers], "level": level, "propagate": False}},
+    }
+    path = folder / "logging.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def read_errors(folder: Path) -> str:
+    """What the engine's own processes logged as errors."""
+    path = folder / "errors.log"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
