@@ -4,12 +4,14 @@ On the shipped fakes at every write; on the real engines at three seeded moments
 of them between the last object and its manifest.
 """
 
+import getpass
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from tests.tiny_verifiers import make_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 Case = tuple[str, str, str]
+# Where every other process has its compiled kernels: with TMPDIR alone they would be made anew.
+KERNELS = str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 
@@ -62,7 +66,7 @@ def drive(folder: Path, stage: str, engine: str, cases: Sequence[Case]) -> None:
             json.dumps(cases),
         ],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": KERNELS},
         capture_output=True,
         text=True,
         check=False,
