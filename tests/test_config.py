@@ -15,6 +15,7 @@ from eagle3.config import (
     RunConfig,
     field_meta,
     load_config,
+    name_when_served,
     parse_config,
     settings_that_affect,
 )
@@ -112,6 +113,15 @@ def test_rows_longer_than_a_training_step_are_refused_and_not_cut():
     assert error.field == "prepare.max_seq_len"
     assert "2048" in error.wanted
     assert error.found == "4096"
+
+
+@pytest.mark.parametrize("source", ["/models/mine", "s3://models/mine", "./mine", "a/b/c"])
+def test_a_verifier_whose_name_when_served_is_unknown_is_refused(source):
+    """The exported draft carries it; a training pod's own path would serve nowhere."""
+    assert refusal(with_fields(verifier__source=source)).field == "verifier.serving_name"
+    named = with_fields(verifier__source=source, verifier__serving_name="org/mine")
+    assert name_when_served(parse_config(named).verifier) == "org/mine"
+    assert name_when_served(parse_config(SMALLEST).verifier) == "org/model"
 
 
 def test_an_input_that_no_stage_reads_is_refused_with_the_nearest():

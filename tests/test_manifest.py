@@ -162,6 +162,7 @@ def test_objects_outside_the_prefix_or_named_twice_are_refused(path):
         {"measured": {"seconds": 9.0}},
         {"total_time_seconds": 9.0},
         {"model_path": "s3://elsewhere/model"},
+        {"tp_size": 1},
         {"config": {"unit_rows": 1}},
         {"inputs": {"rows": InputRef(artifact="prepare", url="s3://b/p", digest="d" * 64)}},
         {"sources": (SourceFile(url="/tmp/chats.jsonl", bytes=4, sha256="c" * 64),)},
@@ -191,6 +192,17 @@ def test_the_same_work_done_elsewhere_has_the_same_digest(same):
 )
 def test_other_content_has_another_digest(other):
     assert digest(changed(**other)) != digest(MANIFEST)
+
+
+def test_an_object_that_holds_times_is_in_the_manifest_by_its_hash_and_in_the_digest_by_its_name():
+    curve = FileEntry(path="metrics.jsonl", bytes=5, sha256="1" * 64, timed=True)
+    slower = msgspec.structs.replace(curve, bytes=6, sha256="2" * 64)
+    renamed = msgspec.structs.replace(curve, path="curve.jsonl")
+    one = changed(files=(*FILES, curve))
+    assert digest(changed(files=(*FILES, slower))) == digest(one)
+    assert digest(changed(files=(*FILES, renamed))) != digest(one)
+    assert digest(MANIFEST) != digest(one)
+    assert decode(encode(one), "m") == one
 
 
 def test_the_digest_survives_writing_and_reading():

@@ -159,6 +159,27 @@ def test_settings_that_change_no_result_may_differ(arguments, tmp_path):
     assert run_stage("train", lambda run: run.claim(), arguments) == 0
 
 
+def test_an_artefact_of_another_identity_is_no_work_done(arguments, capsys):
+    """As when the claim was deleted with the rest of the work, and the settings changed since."""
+
+    def story(run: StageRun) -> str:
+        identity = run.claim()
+        if run.committed(identity):
+            return "already committed"
+        run.commit(Manifest(artifact="train", identity=identity, files=()))
+        return "done"
+
+    assert run_stage("train", story, arguments) == 0
+    assert run_stage("train", story, arguments) == 0
+    assert "already committed" in capsys.readouterr().out
+    run = open_store(arguments[3])
+    run.delete("work/train/claim.json")
+    config = Path(arguments[1])
+    config.write_text(f"{CONFIG}\ntrain: {{epochs: 4}}\n")
+    assert run_stage("train", story, arguments) == 65
+    assert "identity" in capsys.readouterr().err
+
+
 def test_the_worker_s_index_comes_from_the_job(arguments, monkeypatch, capsys):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
     assert run_stage("train", lambda run: f"worker {run.index}", arguments) == 0

@@ -390,7 +390,9 @@ def test_a_backend_where_two_writers_both_win_is_refused_for_writing():
         open_store("forgetful://run").probe()
 
 
-@pytest.mark.parametrize("url", ["s4://bucket/run", "C://x", "s3://", "memory://"])
+@pytest.mark.parametrize(
+    "url", ["s4://bucket/run", "C://x", "s3://", "memory://", "file://runs/demo"]
+)
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigError):
         open_store(url)
