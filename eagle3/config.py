@@ -267,35 +267,6 @@ def parse_config(raw: object) -> RunConfig:
     return config
 
 
-def settings_that_affect(section: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a section that can change what its stage writes, nested ones included."""
-    chosen: dict[str, Any] = {}
-    for field in msgspec.structs.fields(section):
-        if not field_meta(field)["affects"]:
-            continue
-        value = getattr(section, field.name)
-        chosen[field.name] = (
-            settings_that_affect(value)
-            if isinstance(value, msgspec.Struct)
-            else msgspec.to_builtins(value)
-        )
-    return chosen
-
-
-def field_meta(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
-    """`text`, `unit` and `affects` of a field, from its annotation."""
-    info = msgspec.inspect.type_info(field.type)
-    while not isinstance(info, msgspec.inspect.Metadata):
-        return {"text": "", "unit": "", "affects": True}
-    extra = info.extra or {}
-    schema = info.extra_json_schema or {}
-    return {
-        "text": schema.get("description", ""),
-        "unit": extra.get("unit", ""),
-        "affects": extra.get("affects", True),
-    }
-
-
 def _refuse_unknown(raw: Mapping[Any, Any], section: type[msgspec.Struct], where: str) -> None:
     fields = {field.name: field for field in msgspec.structs.fields(section)}
     for key, value in raw.items():

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import yaml
 
-from eagle3.config import PrepareConfig, RunConfig, VerifierConfig, field_meta
+from eagle3.config import PrepareConfig, RunConfig, VerifierConfig
+from eagle3.config_fields import field_meta
 
 _WIDTH = 98
 _INDENT = "  "

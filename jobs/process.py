@@ -29,7 +29,8 @@ import msgspec
 from eagle3 import __version__
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.config import RunConfig, load_config, settings_that_affect
+from eagle3.config import RunConfig, load_config
+from eagle3.config_fields import settings_that_affect
 from eagle3.errors import (
     ConfigError,
     Eagle3Error,
@@ -130,7 +131,7 @@ class StageRun:
     def check_stop(self) -> None:
         """Raise Stopped when SIGTERM has come. Called where the work so far is saved."""
         if _stop.is_set():
-            raise Stopped(self.stage.name)
+            raise Stopped("stage")
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:

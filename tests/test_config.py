@@ -13,12 +13,11 @@ from eagle3 import config as configs
 from eagle3 import strict_yaml
 from eagle3.config import (
     RunConfig,
-    field_meta,
     load_config,
     name_when_served,
     parse_config,
-    settings_that_affect,
 )
+from eagle3.config_fields import field_meta, settings_that_affect
 from eagle3.config_text import render, template
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGE_NAMES

@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.strict_yaml",
         "eagle3.manifest",
         "eagle3.config",
+        "eagle3.config_fields",
         "eagle3.config_text",
         "eagle3.summary",
     ),

@@ -6,7 +6,8 @@ import secrets
 
 import pytest
 
-from eagle3.config import ExtractConfig, settings_that_affect
+from eagle3.config import ExtractConfig
+from eagle3.config_fields import settings_that_affect
 from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import FileEntry
 from eagle3.store import Store, open_store
