@@ -276,7 +276,7 @@ def start(store: Store, folder: Path, **settings: Any) -> tuple[subprocess.Popen
 
 
 def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not condition():
         assert child.poll() is None, child.communicate()[1]
         assert time.monotonic() < deadline, "the training did not get so far"
@@ -284,6 +284,7 @@ def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestSignals:
     def test_b57_sigterm_saves_and_exits_143(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
@@ -336,6 +337,7 @@ class TestSeveralProcesses:
         assert launch(2, ["-c", script]) == wanted
 
     @pytest.mark.slow
+    @pytest.mark.timeout(900)
     def test_two_processes_share_the_steps(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
         config = config_of(processes=2)
