@@ -51,7 +51,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 def write_config(tmp_path: Path, verifier: Path, *data: Path | str, **settings: Any) -> Path:
     config = {
-        "verifier": {"source": str(verifier)},
+        "verifier": {"source": str(verifier), "serving_name": "tests/tiny"},
         "prepare": {
             "data": [str(d) for d in data],
             "shard_rows": 8,
