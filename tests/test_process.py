@@ -202,8 +202,11 @@ def test_scratch_is_gone_whatever_happens(arguments):
 
 
 WORKING = """
-import sys, time
+import signal, sys, time
 from jobs.process import run_stage
+
+# A shell that starts the tests in the background has it ignored, which children inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def story(run):
     print("working", flush=True)
