@@ -292,7 +292,7 @@ class TestSignals:
         checkpoints = Checkpoints(store.child("work/train"))
         wait_for(lambda: checkpoints.newest() is not None, child)
         child.send_signal(signal.SIGTERM)
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate(timeout=600)
         assert child.returncode == 143, errors
         assert "run it again to continue" in errors
         assert json.loads((tmp_path / "last").read_text())["exit_code"] == 143
@@ -314,7 +314,7 @@ class TestSignals:
         checkpoints = Checkpoints(store.child("work/train"))
         wait_for(lambda: checkpoints.newest() is not None, child)
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate(timeout=600)
         assert child.returncode == -signal.SIGKILL
         assert not store.exists("train/data_config.json")
         train.story(stage_run("train", store, config))
