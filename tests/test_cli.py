@@ -21,7 +21,7 @@ from eagle3.errors import ConfigError, UpstreamMissing
 from eagle3.store import Store, open_store
 from jobs import cli
 from jobs.local import chosen_stages, config_file, write_summary
-from tests.conftest import ROOT
+from tests.conftest import ROOT, started
 from tests.tiny_run import write_conversations
 from tests.tiny_verifiers import make_llama
 from tests.upstreams import CONFIG, commit, commit_upstreams
@@ -192,16 +192,10 @@ def test_a_run_that_is_asked_to_stop_lets_its_stage_save_and_waits_for_it(
     path = write_run(tmp_path, verifier, conversations=20_000)
     store = open_store(f"file://{tmp_path}/run")
     command = [sys.executable, "-m", "jobs.cli", "run", "--config", str(path)]
-    process = subprocess.Popen(
-        [*command, "--store", store.url],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for(store, "prepare/rows-000000.safetensors", process, 90)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    with started([*command, "--store", store.url]) as process:
+        wait_for(store, "prepare/rows-000000.safetensors", process, 90)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "run it again to continue" in err
     assert "Traceback" not in err
@@ -213,18 +207,16 @@ def test_asked_twice_a_run_kills_its_stage_and_the_next_run_continues(verifier, 
     path = write_run(tmp_path, verifier, conversations=400)
     store = open_store(f"file://{tmp_path}/run")
     command = [sys.executable, "-m", "jobs.cli", "prepare", "--config", str(path)]
-    process = subprocess.Popen(
-        [*command, "--store", store.url], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    wait_for(store, "work/prepare/claim.json", process, 90)
-    # The stage cannot answer the first one while it stands still.
-    (child,) = children_of(process.pid)
-    os.kill(child, signal.SIGSTOP)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    with started([*command, "--store", store.url]) as process:
+        wait_for(store, "work/prepare/claim.json", process, 90)
+        # The stage cannot answer the first one while it stands still.
+        (child,) = children_of(process.pid)
+        os.kill(child, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
     assert process.returncode == 137
     assert "killed by signal 9" in err
     assert eagle3("prepare", "--config", str(path), "--store", store.url).returncode == 0

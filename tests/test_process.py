@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,7 +15,7 @@ from eagle3 import artifact as artifacts
 from eagle3.manifest import Manifest
 from eagle3.store import open_store
 from jobs.process import TERMINATION_BYTES, StageRun, run_stage
-from tests.conftest import ROOT
+from tests.conftest import started
 from tests.upstreams import CONFIG, commit_upstreams
 
 
@@ -227,18 +225,11 @@ sys.exit(run_stage("train", story))
     ],
 )
 def test_a_stage_that_is_asked_to_stop_never_ends_in_success(arguments, number, code, words):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WORKING), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "working\n"
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    with started([sys.executable, "-c", textwrap.dedent(WORKING), *arguments]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert words in err
     assert "Traceback" not in err
