@@ -374,9 +374,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="max_seq_len"):
             VllmGenerator(options(llama, max_model_len=4096))
 
-    @pytest.mark.parametrize("separate_process", [False, True])
-    def test_b104_too_little_memory_for_one_row(self, llama: Path, separate_process: bool) -> None:
-        """In this process, and where only the log of another one tells why."""
+    def test_b104_too_little_memory_for_one_row(self, llama: Path) -> None:
         little = {"kv_cache_memory_bytes": 1 << 16}
         with pytest.raises(ConfigError, match=r"KV cache memory.*gpu_memory_utilization"):
-            VllmGenerator(options(llama, extra=little, separate_process=separate_process))
+            VllmGenerator(options(llama, extra=little))
