@@ -140,12 +140,13 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine; the process can start another."""
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        if self.separate_process:
-            gc.collect()
-        else:
-            cleanup_dist_env_and_memory()
+        with _expected_warnings():
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            if self.separate_process:
+                gc.collect()
+            else:
+                cleanup_dist_env_and_memory()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -161,9 +162,11 @@ def uses_mla(config: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _expected_warnings() -> Iterator[None]:
-    """A CPU worker looks at everything in every module, torch's deprecated objects too."""
+    """Upstream's own: at the start a CPU worker looks at everything in every module, torch's
+    deprecated objects too; at the end sockets are closed, but not what they came from."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
+        warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
         yield
 
 
@@ -225,6 +228,7 @@ def _set_for_now(wanted: Mapping[str, str]) -> Iterator[None]:
     logging.getLogger("vllm").setLevel(wanted["VLLM_LOGGING_LEVEL"])
     if "OMP_NUM_THREADS" in wanted:
         torch.set_num_threads(int(wanted["OMP_NUM_THREADS"]))
+    if wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
         let_llvmlite_be_looked_at()
     try:
         yield

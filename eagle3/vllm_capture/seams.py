@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llvmlite.binding import ffi  # type: ignore[import-untyped]
+import importlib
 
 
 def let_llvmlite_be_looked_at() -> None:
@@ -11,5 +11,9 @@ def let_llvmlite_be_looked_at() -> None:
     To replace its kernels, vLLM's CPU worker reads `vars()` of everything in every loaded
     module. llvmlite (which vLLM itself loads for the images of multimodal models) has an object
     that takes any attribute for the name of a C function, `__dict__` too, and the worker stops.
+
+    Loaded here and not with this module: a worker in a process of its own imports this package
+    too, and starts because it has no llvmlite yet.
     """
+    ffi = importlib.import_module("llvmlite.binding.ffi")
     ffi.lib._fntab.setdefault("__dict__", {})
