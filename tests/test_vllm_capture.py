@@ -6,6 +6,8 @@ One engine per class; each test uses its running engine.
 import dataclasses
 import importlib
 import json
+import logging
+import logging.config
 import pkgutil
 import re
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,15 @@ from vllm.engine.arg_utils import EngineArgs
 
 import eagle3.vllm_capture
 from eagle3.capture import CapturedRow, Sampling, SpecCounters, check_states, numeric_gate
-from eagle3.errors import CaptureInvalid, ConfigError, VerifierInvalid
+from eagle3.errors import (
+    CaptureInvalid,
+    ConfigError,
+    EnvironmentMisconfigured,
+    VerifierInvalid,
+)
 from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
 from eagle3.vllm_capture.engine import OWN_ARGUMENTS
+from eagle3.vllm_capture.refusals import explain, read_errors, write_logging_config
 from tests.tiny_verifiers import make_draft, make_kimi, make_llama
 
 pytestmark = pytest.mark.engine
@@ -201,6 +209,35 @@ class TestLlamaCapture:
         assert same(list(capture.capture(ROWS[:3])), captured[:3])
 
 
+class TestLlamaCaptureInProcessesOfItsOwn:
+    """As on GPUs, where the engine goes on while this process reads what it wrote."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def capture(cls, llama: Path) -> Iterator[VllmCapture]:
+        running = VllmCapture(options(llama, separate_process=True), layer_ids=LAYER_IDS)
+        yield running
+        running.close()
+
+    def test_states_are_those_of_transformers_and_the_same_again(
+        self, capture: VllmCapture, llama_reference: PreTrainedModel
+    ) -> None:
+        captured = list(capture.capture(ROWS))
+        for ids, row in zip(ROWS, captured, strict=True):
+            assert check_states(row, ids, num_layers=4, hidden_size=HIDDEN_SIZE) is None
+            reference = reference_states(llama_reference, ids)
+            assert max(relative_errors(row.hidden_states, reference)) < 1e-4
+        for _ in capture.capture(ROWS):
+            break
+        assert same(list(capture.capture(ROWS)), captured)
+
+    def test_numeric_gate_passes(
+        self, capture: VllmCapture, llama_reference: PreTrainedModel
+    ) -> None:
+        figures = numeric_gate(capture, ROWS[1], **three_tensors(llama_reference), eps=1e-5)
+        assert figures.mean_difference < 1e-4
+
+
 class TestLlamaAnswers:
     @pytest.fixture(scope="class")
     @classmethod
@@ -301,9 +338,11 @@ class TestKimiCapture:
         for ids, row in zip(ROWS, capture.capture(ROWS), strict=True):
             assert check_states(row, ids, num_layers=4, hidden_size=HIDDEN_SIZE) is None
             reference = reference_states(kimi_reference, ids)
-            # Experts and latent attention sum in another order than transformers, so that a token
-            # at a tie between two experts may be routed to the other one; nearly all agree.
-            assert token_errors(row.hidden_states, reference).quantile(0.95) < 1e-3
+            errors = (row.hidden_states - reference).norm(dim=-1) / reference.norm(dim=-1)
+            assert float(errors.median()) < 1e-4
+            # Where two experts are nearly tied, the last bit decides which one a token gets;
+            # the tokens after it attend to it. One token in 830 is such a one here.
+            assert float((errors > 1e-3).float().mean()) < 0.03
             one_off = reference.roll(1, dims=1)
             assert min(relative_errors(row.hidden_states, one_off)) > 0.05
 
@@ -320,6 +359,31 @@ class TestKimiCapture:
         tensors["norm_weight"] = load_file(kimi / index["weight_map"][name])[name]
         with pytest.raises(CaptureInvalid, match="nats on average"):
             numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+
+
+class TestKimiWithADraft:
+    """On a CPU its latent attention must make way for the draft's ordinary one."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def generator(
+        cls, kimi: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[VllmGenerator]:
+        draft = make_draft(tmp_path_factory.mktemp("draft"), llama)
+        running = VllmGenerator(options(kimi), draft=draft)
+        yield running
+        running.close()
+
+    def test_answers_are_those_of_transformers(
+        self, generator: VllmGenerator, kimi_reference: PreTrainedModel
+    ) -> None:
+        answers = generator.generate(ROWS[:6], Sampling(max_tokens=8, ignore_end=True))
+        for prompt, answer in zip(ROWS, answers, strict=False):
+            with torch.no_grad():
+                logits = kimi_reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0]
+            best = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert best == list(answer.token_ids)
+            assert sum(answer.accepted_histogram) > 0
 
 
 class TestUpstreamNames:
@@ -375,6 +439,25 @@ class TestRefusals:
             VllmGenerator(options(llama, max_model_len=4096))
 
     def test_b104_too_little_memory_for_one_row(self, llama: Path) -> None:
-        little = {"kv_cache_memory_bytes": 1 << 16}
         with pytest.raises(ConfigError, match=r"No available memory.*or use more GPUs"):
-            VllmGenerator(options(llama, extra=little))
+            VllmGenerator(options(llama, extra={"kv_cache_memory_bytes": 1 << 16}))
+
+    def test_b104_the_words_of_another_process_are_read_from_its_log(self, tmp_path: Path) -> None:
+        """Its exception stays there; the exception here only says that there was one."""
+        before = logging.getLogger("vllm").handlers[:], logging.getLogger("vllm").level
+        config = json.loads(write_logging_config(tmp_path, "ERROR").read_text())
+        config["handlers"].pop("stderr")
+        config["loggers"]["vllm"]["handlers"].remove("stderr")
+        logging.config.dictConfig(config)
+        logging.getLogger("vllm").error("No available memory for the cache blocks.")
+        (written,) = logging.getLogger("vllm").handlers
+        written.close()
+        logging.getLogger("vllm").handlers[:], logging.getLogger("vllm").level = before
+        here = "Engine core initialization failed. See root cause above."
+        refusal = explain(f"{here}\n{read_errors(tmp_path)}", Path("model"), 64)
+        assert isinstance(refusal, ConfigError)
+        assert "No available memory" in refusal.found
+        bare = explain(here, Path("model"), 64)
+        assert isinstance(bare, EnvironmentMisconfigured)
+        assert "log above" in bare.remedy
+        assert explain("something else", Path("model"), 64) is None

@@ -198,6 +198,7 @@ def make_kimi(
         "model_type": "kimi_k25",
         "dtype": dtype,
         "image_token_id": vocab_size - 1,
+        "media_placeholder_token_id": vocab_size - 1,
         "pad_token_id": 0,
         "projection_hidden_size": 64,
         "text_config": {**text_config, "model_type": "kimi_k2"},
