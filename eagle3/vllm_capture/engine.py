@@ -140,13 +140,12 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine; the process can start another."""
-        with _expected_warnings():
-            self.llm.llm_engine.engine_core.shutdown()
-            del self.llm
-            if self.separate_process:
-                gc.collect()
-            else:
-                cleanup_dist_env_and_memory()
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        if self.separate_process:
+            gc.collect()
+        else:
+            cleanup_dist_env_and_memory()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -162,11 +161,10 @@ def uses_mla(config: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _expected_warnings() -> Iterator[None]:
-    """Upstream's own: at the start a CPU worker looks at everything in every module, torch's
-    deprecated objects too; at the end sockets are closed, but not what they came from."""
+    """Upstream's own: a CPU worker looks at everything in every module, torch's deprecated
+    objects too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
-        warnings.filterwarnings("ignore", "Unclosed context <zmq", ResourceWarning)
         yield
 
 
