@@ -47,19 +47,11 @@ def story(run: StageRun) -> str:
     if processes > 1:
         return _launched(run, identity, processes)
     states, config = run.inputs["states"], run.config.train
-    checkpoints = Checkpoints(run.store.child(f"work/{run.stage.name}"))
+    checkpoints = Checkpoints(
+        run.store.child(f"work/{run.stage.name}"), scheduled=config.scheduler != "none"
+    )
     with run.scratch() as scratch:
-        verifier = load_verifier_artifact(
-            run.inputs["verifier"],
-            scratch,
-            trust_remote_code=run.config.verifier.trust_remote_code,
-        )
-        mapping = load_mapping(
-            run.inputs["vocab"],
-            vocab_size=verifier.vocab_size,
-            required_ids=verifier.required_ids,
-        )
-        layout = lay_out(config, states, mapping, verifier, scratch, ranks)
+        layout = _layout(run, scratch, ranks)
         with _progress(run, ranks, layout.plan.total) as progress:
             session = Session(layout, checkpoints, lambda: run.stopping, progress)
             final = session.run(config)
@@ -81,6 +73,17 @@ def story(run: StageRun) -> str:
     )
     loss = session.curve[-1].loss
     return f"trained {layout.plan.total} steps on {layout.split.num_train} rows, loss {loss:.3f}"
+
+
+def _layout(run: StageRun, scratch: Path, ranks: Ranks) -> Layout:
+    """All that upstream reads, from the three inputs, below the scratch folder."""
+    verifier = load_verifier_artifact(
+        run.inputs["verifier"], scratch, trust_remote_code=run.config.verifier.trust_remote_code
+    )
+    mapping = load_mapping(
+        run.inputs["vocab"], vocab_size=verifier.vocab_size, required_ids=verifier.required_ids
+    )
+    return lay_out(run.config.train, run.inputs["states"], mapping, verifier, scratch, ranks)
 
 
 def _launched(run: StageRun, identity: str, processes: int) -> str:
@@ -122,6 +125,8 @@ def _facts(run: StageRun, layout: Layout, ranks: Ranks, curve: list[CurvePoint])
         "world_size": ranks.world_size,
         "train_rows": layout.split.num_train,
         "validation_rows": layout.split.num_validation,
+        "supervised_tokens": layout.supervision.supervised,
+        "out_of_vocabulary_tokens": layout.supervision.out_of_vocabulary,
         "aux_layer_ids": list(layout.aux_layer_ids),
         "draft_vocab_size": layout.draft_vocab_size,
         "mapping_sha256": run.inputs["vocab"].manifest.facts["mapping_sha256"],

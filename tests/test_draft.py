@@ -1,3 +1,10 @@
+"""The draft's parts one by one: what upstream is given, what it says, and what is stored of it.
+
+Protects the silent faults of training: names of upstream that are gone, a shape or a rotation that
+nobody asked for, rows of another shape or order, a mask over tokens that the draft cannot say, a
+field that never arrived, numbers that no sound training has, a checkpoint that is not whole.
+"""
+
 import ast
 import json
 import pickle
@@ -10,17 +17,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3.metrics import compute_metrics
 from speculators.train.data import ArrowDataset
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
 import eagle3.draft
 from eagle3.config import GeometryConfig
 from eagle3.draft.backend import BACKEND, StoreTransfer
-from eagle3.draft.checkpoints import MARKER_NAME, Checkpoints
+from eagle3.draft.checkpoints import MARKER_NAME, Checkpoints, Marker
 from eagle3.draft.geometry import check_rope, layer_config, rope_table
 from eagle3.draft.metrics import decode_curve, encode_curve, read_record
 from eagle3.draft.recipe import Paths, plan_steps, upstream_config
-from eagle3.draft.rows import check_rows, index_rows, save_dataset, split_rows
+from eagle3.draft.rows import (
+    check_rows,
+    index_rows,
+    save_dataset,
+    split_rows,
+    within_vocabulary,
+)
 from eagle3.errors import (
     ConfigError,
     DraftInvalid,
@@ -205,7 +220,78 @@ class TestRows:
     def test_ids_that_the_verifier_lacks_are_refused(self, run: Store, tmp_path: Path) -> None:
         index = index_rows(artifact_at(run, "extract"))
         with pytest.raises(ManifestInvalid, match="token ids below 100"):
-            save_dataset(index, tmp_path, vocab_size=100)
+            save_dataset(index, tmp_path, t2d=torch.ones(100, dtype=torch.bool))
+
+
+class TestVocabulary:
+    """B47: what follows outside the draft vocabulary is no target."""
+
+    t2d = torch.arange(10) < 5
+
+    def test_b47_positions_before_a_token_outside_are_masked(self) -> None:
+        ids = torch.tensor([1, 7, 2, 9, 8, 3, 9])
+        mask = torch.tensor([0, 1, 1, 1, 1, 1, 1])
+        # 7 precedes 2, 2 precedes 9, 9 precedes 8, 8 precedes 3, 3 precedes 9; the last is kept.
+        assert within_vocabulary(ids, mask, self.t2d).tolist() == [0, 1, 0, 0, 1, 0, 1]
+
+    def loss(
+        self, logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, step: int = 0
+    ) -> torch.Tensor:
+        """Upstream's loss of one training-time-test step."""
+        config = resolve_loss_config("kl_div", "eager")
+        found: torch.Tensor
+        found, _ = compute_metrics(logits, targets, mask, mask.bool(), step, 1.0, config)
+        return found
+
+    @pytest.mark.parametrize("step", [0, 1, 2])
+    def test_b47_upstreams_mask_belongs_to_the_target_at_every_step(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits, targets = torch.randn(2, 1, 6, 5, generator=generator)
+        changed = targets.clone()
+        changed[0, 4] += torch.randn(5, generator=generator)
+        everything, masked = torch.ones(1, 6), torch.ones(1, 6)
+        masked[0, 4] = 0
+        assert self.loss(logits, targets, masked, step) == self.loss(logits, changed, masked, step)
+        assert self.loss(logits, targets, everything, step) != self.loss(
+            logits, changed, everything, step
+        )
+
+    def test_b47_a_step_that_is_masked_whole_teaches_nothing(self) -> None:
+        logits = torch.randn(1, 6, 5, requires_grad=True)
+        loss = self.loss(logits, torch.randn(1, 6, 5), torch.zeros(1, 6))
+        loss.backward()
+        assert loss == 0
+        assert logits.grad is not None
+        assert not logits.grad.any()
+
+    def test_b47_the_rows_are_masked_and_what_is_left_out_is_counted(
+        self, run: Store, tmp_path: Path
+    ) -> None:
+        index = index_rows(artifact_at(run, "extract"))
+        t2d = torch.arange(512) < 128
+        found = save_dataset(index, tmp_path, t2d=t2d)
+        saved = ArrowDataset(96, tmp_path, StoreTransfer(index)).data
+        kept = 0
+        for number, ref in enumerate(index.refs):
+            sample = read_sample(index.open(), ref)
+            wanted = within_vocabulary(sample.input_ids, sample.loss_mask, t2d)
+            assert torch.equal(saved[number]["loss_mask"], wanted)
+            kept += int(wanted.sum())
+        assert 0 < kept == found.supervised - found.out_of_vocabulary < found.supervised
+
+    def test_b47_rows_without_anything_to_learn_are_refused(
+        self, run: Store, tmp_path: Path
+    ) -> None:
+        store = copy_of(run, tmp_path)
+        index = index_rows(artifact_at(store, "extract"))
+        for path in {ref.path for ref in index.refs}:
+            samples = [read_sample(index.open(), ref) for ref in index.refs if ref.path == path]
+            for sample in samples:
+                sample.loss_mask[-1] = 0
+            store.write_bytes(f"extract/{path}", encode_samples(samples))
+        index = index_rows(artifact_at(store, "extract"))
+        with pytest.raises(ManifestInvalid, match="that the draft vocabulary holds"):
+            save_dataset(index, tmp_path / "rows", t2d=torch.zeros(512, dtype=torch.bool))
 
 
 def _fields(struct: Any) -> dict[str, Any]:
@@ -215,7 +301,7 @@ def _fields(struct: Any) -> dict[str, Any]:
 class TestBackend:
     def test_bit_equal_to_upstreams_file_backend(self, run: Store, tmp_path: Path) -> None:
         index = index_rows(artifact_at(run, "extract"))
-        save_dataset(index, tmp_path, vocab_size=512)
+        save_dataset(index, tmp_path, t2d=torch.ones(512, dtype=torch.bool))
         (tmp_path / "hidden_states").mkdir()
         for number, ref in enumerate(index.refs):
             sample = read_sample(index.open(), ref)
@@ -362,33 +448,104 @@ class TestCheckpoints:
         return open_store(f"file://{tmp_path}/work")
 
     def saved(self, folder: Path, step: int, *, value: float = 1.0) -> Path:
+        """What upstream leaves in a checkpoint's folder."""
         folder.mkdir(parents=True)
         save_file({"fc.weight": torch.full((2, 2), value)}, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
+        verifier = {"name_or_path": str(folder), "architectures": []}
+        config = {"speculators_config": {"verifier": verifier}}
+        (folder / "config.json").write_text(json.dumps(config))
         (folder / "optimizer_state_dict.pt").write_bytes(b"moments")
+        (folder / "scheduler_state_dict.pt").write_bytes(b"rates")
         state = {"epoch": int(folder.name), "local_step": 0, "global_step": step}
         (folder / "training_state.json").write_text(json.dumps(state))
         return folder
 
+    def object_of(self, marker: Marker, name: str) -> str:
+        return next(marker.path_of(entry) for entry in marker.files if entry.path == name)
+
     def test_b58_the_newest_whole_one_wins(self, work: Store, tmp_path: Path) -> None:
         checkpoints = Checkpoints(work)
         checkpoints.save(self.saved(tmp_path / "0", 9), curve=b"")
-        checkpoints.save(self.saved(tmp_path / "1", 10), curve=b"")
+        newest = checkpoints.save(self.saved(tmp_path / "1", 10), curve=b"")
         # A process that was killed while it uploaded: objects, but no marker.
-        work.write_bytes("checkpoints/00000011/model.safetensors", b"half")
-        found = checkpoints.newest()
-        assert found is not None
-        assert found.state is not None
-        assert found.state.global_step == 10
-        work.delete(f"{found.prefix}/{MARKER_NAME}")
+        work.write_bytes("checkpoints/00000011/0123456789abcdef-model.safetensors", b"half")
+        assert checkpoints.newest() == newest
+        work.delete(f"{newest.prefix}/{MARKER_NAME}")
         older = checkpoints.newest()
         assert older is not None
         assert older.prefix == "checkpoints/00000009"
 
+    @pytest.mark.parametrize("name", ["optimizer_state_dict.pt", "scheduler_state_dict.pt"])
+    def test_b58_one_that_cannot_be_continued_is_not_whole(
+        self, work: Store, tmp_path: Path, name: str
+    ) -> None:
+        checkpoints = Checkpoints(work)
+        older = checkpoints.save(self.saved(tmp_path / "0", 9), curve=b"")
+        lame = self.saved(tmp_path / "1", 10)
+        (lame / name).unlink()
+        with pytest.raises(DraftInvalid, match=name):
+            checkpoints.save(lame, curve=b"")
+        assert checkpoints.newest() == older
+        whole = checkpoints.save(self.saved(tmp_path / "2", 11), curve=b"")
+        work.delete(self.object_of(whole, name))
+        assert checkpoints.newest() == older
+
+    def test_without_a_schedule_there_is_no_state_of_one(self, work: Store, tmp_path: Path) -> None:
+        folder = self.saved(tmp_path / "0", 9)
+        (folder / "scheduler_state_dict.pt").unlink()
+        saved = Checkpoints(work, scheduled=False).save(folder, curve=b"")
+        assert Checkpoints(work, scheduled=False).newest() == saved
+
+    def test_killed_while_one_is_saved_again_the_first_still_stands(
+        self, work: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkpoints = Checkpoints(work)
+        first = checkpoints.save(self.saved(tmp_path / "a" / "0", 9), curve=b"first")
+        again = self.saved(tmp_path / "b" / "0", 9, value=2.0)
+        with monkeypatch.context() as patch:
+            # Everything is uploaded anew, the marker is not.
+            patch.setattr(work, "write_bytes", None)
+            with pytest.raises(TypeError):
+                checkpoints.save(again, curve=b"second")
+        assert checkpoints.newest() == first
+        assert checkpoints.fetch(first, tmp_path / "fetched")
+        second = checkpoints.save(again, curve=b"second")
+        assert checkpoints.newest() == second
+        paths = {f"{second.prefix}/{MARKER_NAME}", *map(second.path_of, second.files)}
+        assert {info.path for info in work.list()} == paths, "and nothing of the first is left"
+
+    def test_the_last_two_are_kept(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        checkpoints.save_untrained(self.saved(tmp_path / "0" / "0", 0))
+        for step in (3, 6, 9, 12):
+            checkpoints.save(self.saved(tmp_path / str(step) / "0", step), curve=b"")
+        left = {info.path.rpartition("/")[0] for info in work.list()}
+        assert left == {"untrained", "checkpoints/00000009", "checkpoints/00000012"}
+
+    def test_a_later_validation_joins_the_curve(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        saved = checkpoints.save(self.saved(tmp_path / "0", 9), curve=b"steps")
+        checkpoints.with_curve(saved, b"steps and validation")
+        newest = checkpoints.newest()
+        assert newest is not None
+        folder = checkpoints.fetch(newest, tmp_path / "fetched")
+        assert (folder / "metrics.jsonl").read_bytes() == b"steps and validation"
+        assert len(work.list(newest.prefix)) == len(newest.files) + 1
+
+    def test_where_the_verifier_lay_is_forgotten(self, work: Store, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(work)
+        found = [
+            checkpoints.save(self.saved(tmp_path / part / "0", 9), curve=b"")
+            for part in ("one", "two")
+        ]
+        assert found[0].files == found[1].files
+        config = json.loads(work.read_bytes(self.object_of(found[1], "config.json")))
+        assert config["speculators_config"]["verifier"]["name_or_path"] is None
+
     def test_an_altered_object_is_refused(self, work: Store, tmp_path: Path) -> None:
         checkpoints = Checkpoints(work)
         marker = checkpoints.save(self.saved(tmp_path / "0", 5), curve=b"")
-        work.write_bytes(f"{marker.prefix}/optimizer_state_dict.pt", b"mOments")
+        work.write_bytes(self.object_of(marker, "optimizer_state_dict.pt"), b"mOments")
         with pytest.raises(DraftInvalid, match="sha256"):
             checkpoints.fetch(marker, tmp_path / "fetched")
 

@@ -1,12 +1,17 @@
 """Checkpoints in the store: each is whole or does not count.
 
-`checkpoints/<step>/` below the stage's work holds what upstream saved, the curve so far, and a
-marker that is written last and names every file with its hash. A training continues from the
-newest one that has a marker; `untrained/` beside them is the draft before its first step.
+`checkpoints/<step>/` below the stage's work holds what upstream saved and the curve so far, every
+object under a name that begins with its hash, and a marker that is written last and names them
+all. What is saved again lies beside what stands until the marker is replaced, so that a process
+killed in between leaves no less than before. A training continues from the newest whole one; the
+last two are kept, and `untrained/` beside them, the draft before its first step.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence, Set
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -23,9 +28,13 @@ CONFIG_NAME = "config.json"
 CURVE_NAME = "metrics.jsonl"
 STATE_NAME = "training_state.json"
 DRAFT, UNTRAINED = "draft", "untrained"
-# What a draft is, and what else upstream needs to go on from it.
 DRAFT_FILES = (CONFIG_NAME, MODEL_NAME)
-_RESUME_FILES = ("optimizer_state_dict.pt", "scheduler_state_dict.pt", STATE_NAME, CURVE_NAME)
+# What else upstream needs to go on from a draft. Without one of these it would begin anew with
+# that part, and say nothing; it saves the second one only where there is a schedule.
+OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer_state_dict.pt", "scheduler_state_dict.pt"
+# The newest, and the one before in case the newest turns out to be damaged.
+_KEPT = 2
+_FOLDER = "checkpoints"
 
 
 class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,26 +55,37 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileEntry, ...]
     state: TrainingState | None = None
 
+    def path_of(self, entry: FileEntry) -> str:
+        """The object that holds one of the files, below the stage's work."""
+        return f"{self.prefix}/{entry.sha256[:16]}-{entry.path}"
+
 
 class Checkpoints:
     """The checkpoints of one training."""
 
-    def __init__(self, work: Store) -> None:
-        """Args: work: the stage's work prefix."""
+    def __init__(self, work: Store, *, scheduled: bool = True) -> None:
+        """Args: work: the stage's work prefix. scheduled: whether the learning rate has a
+        schedule, whose state then belongs to a whole checkpoint."""
         self._work = work
+        states = (OPTIMIZER_NAME, SCHEDULER_NAME) if scheduled else (OPTIMIZER_NAME,)
+        self._needed = (*DRAFT_FILES, *states, STATE_NAME, CURVE_NAME)
 
     def save(self, folder: Path, *, curve: bytes) -> Marker:
-        """Upload a numbered checkpoint that upstream has finished. Raises DraftInvalid.
+        """Upload a numbered checkpoint that upstream has finished, and delete older ones.
 
         Args:
             folder: upstream's `<epoch>/`, with its training state.
             curve: the curve up to this step, which goes on with it.
+
+        Raises DraftInvalid for weights that are not finite, and where upstream left out a file
+        that it would need to go on.
         """
         state = read_state(folder)
         check_finite(folder)
         (folder / CURVE_NAME).write_bytes(curve)
-        names = [name for name in (*DRAFT_FILES, *_RESUME_FILES) if (folder / name).exists()]
-        return self._upload(folder, f"checkpoints/{state.global_step:08d}", names, state)
+        marker = self._upload(folder, f"{_FOLDER}/{state.global_step:08d}", self._needed, state)
+        self._prune()
+        return marker
 
     def save_untrained(self, folder: Path) -> Marker:
         """Upload the draft before its first step, once; a second time changes nothing."""
@@ -73,15 +93,20 @@ class Checkpoints:
         if standing is not None:
             return standing
         check_finite(folder)
-        return self._upload(folder, UNTRAINED, list(DRAFT_FILES), None)
+        return self._upload(folder, UNTRAINED, DRAFT_FILES, None)
+
+    def with_curve(self, marker: Marker, curve: bytes) -> Marker:
+        """The same checkpoint with a longer curve: a validation came after it was saved."""
+        entry = FileEntry(path=CURVE_NAME, bytes=len(curve), sha256=sha256(curve).hexdigest())
+        files = tuple(entry if old.path == CURVE_NAME else old for old in marker.files)
+        longer = msgspec.structs.replace(marker, files=files)
+        self._work.write_bytes(longer.path_of(entry), curve)
+        self._mark(longer)
+        return longer
 
     def newest(self) -> Marker | None:
         """The whole checkpoint with the most steps, or None."""
-        prefixes = {info.path.rpartition("/")[0] for info in self._work.list("checkpoints")}
-        for prefix in sorted(prefixes, reverse=True):
-            if (marker := self._marker(prefix)) is not None:
-                return marker
-        return None
+        return next(iter(self._newest(1)), None)
 
     def untrained(self) -> Marker | None:
         """The untrained draft, or None while no process has saved it."""
@@ -93,7 +118,7 @@ class Checkpoints:
         Raises DraftInvalid where an object is gone or differs from the marker.
         """
         for entry in marker.files:
-            target, path = folder / entry.path, f"{marker.prefix}/{entry.path}"
+            target, path = folder / entry.path, marker.path_of(entry)
             try:
                 self._work.get_file(path, target)
                 found = sha256_of_file(target)
@@ -110,19 +135,56 @@ class Checkpoints:
         return folder
 
     def _upload(
-        self, folder: Path, prefix: str, names: list[str], state: TrainingState | None
+        self, folder: Path, prefix: str, names: Sequence[str], state: TrainingState | None
     ) -> Marker:
-        # Where a process that was stopped at this step had saved it, it is replaced.
-        self._work.delete(f"{prefix}/{MARKER_NAME}")
+        forget_verifier_path(folder / CONFIG_NAME)
         entries = []
         for name in names:
             path = folder / name
-            self._work.put_file(path, f"{prefix}/{name}")
+            if not path.exists():
+                raise DraftInvalid(
+                    f"{folder.name}/{name}",
+                    wanted="every file that a checkpoint is continued from",
+                    found="none",
+                    remedy="install the version of speculators that eagle3 pins",
+                )
             size = path.stat().st_size
             entries.append(FileEntry(path=name, bytes=size, sha256=sha256_of_file(path)))
         marker = Marker(prefix=prefix, files=tuple(entries), state=state)
-        self._work.write_bytes(f"{prefix}/{MARKER_NAME}", msgspec.json.encode(marker))
+        for entry in entries:
+            self._work.put_file(folder / entry.path, marker.path_of(entry))
+        self._mark(marker)
         return marker
+
+    def _mark(self, marker: Marker) -> None:
+        """Let the marker stand for its checkpoint, then delete what it does not name."""
+        path = f"{marker.prefix}/{MARKER_NAME}"
+        self._work.write_bytes(path, msgspec.json.encode(marker))
+        named = {path, *map(marker.path_of, marker.files)}
+        self._delete([info.path for info in self._work.list(marker.prefix)], but=named)
+
+    def _newest(self, count: int) -> list[Marker]:
+        """Up to so many whole checkpoints, the one with the most steps first."""
+        sizes = {info.path: info.bytes for info in self._work.list(_FOLDER)}
+        found: list[Marker] = []
+        for prefix in sorted({path.rpartition("/")[0] for path in sizes}, reverse=True):
+            if len(found) < count and (marker := self._marker(prefix)) is not None:
+                names = {entry.path for entry in marker.files}
+                there = all(sizes.get(marker.path_of(e)) == e.bytes for e in marker.files)
+                if there and names.issuperset(self._needed):
+                    found.append(marker)
+        return found
+
+    def _prune(self) -> None:
+        oldest = self._newest(_KEPT)[-1].prefix
+        paths = [info.path for info in self._work.list(_FOLDER)]
+        self._delete([path for path in paths if path.rpartition("/")[0] < oldest])
+
+    def _delete(self, paths: Sequence[str], *, but: Set[str] = frozenset()) -> None:
+        """Markers first: a checkpoint that is half deleted must not look whole."""
+        for path in sorted(paths, key=lambda path: not path.endswith(MARKER_NAME)):
+            if path not in but:
+                self._work.delete(path)
 
     def _marker(self, prefix: str) -> Marker | None:
         try:
@@ -150,6 +212,17 @@ def read_state(folder: Path) -> TrainingState:
             found=error,
             remedy="install the version of speculators that eagle3 pins",
         ) from error
+
+
+def forget_verifier_path(config: Path) -> None:
+    """Take the path of the verifier's tensors out of a draft's config.json.
+
+    Upstream writes where it found them, a scratch folder, which differs from process to process
+    and means nothing after it. Export writes the name under which the verifier is served.
+    """
+    record = json.loads(config.read_text(encoding="utf-8"))
+    record.get("speculators_config", {}).get("verifier", {})["name_or_path"] = None
+    config.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def check_finite(folder: Path) -> None:

@@ -26,8 +26,9 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         step: optimizer steps taken when it was written, from 1 for the first.
         loss: summed over the training-time-test steps.
         losses: the loss of each training-time-test step.
-        accuracy: share of supervised tokens where this and every earlier step agree with the
-            verifier's greedy token, for each step: an upper bound of serving's acceptance.
+        accuracy: share of supervised tokens, of those followed by one that the draft vocabulary
+            holds, where this and every earlier step agree with the verifier's greedy token, for
+            each step: an upper bound of serving's acceptance.
         conditional_accuracy: the same among those where every earlier step agreed.
         learning_rate: optimizer name -> rate (train only).
         seconds: since the training began, earlier processes included.
@@ -66,17 +67,7 @@ def read_record(record: Mapping[str, Any], *, step: int, seconds: float) -> Curv
     else:
         return None
     where = f"step {step}"
-    if values.get("error_records"):
-        raise ShardInvalid(
-            f"train: {where}",
-            wanted="every sample of the batch",
-            found=f"{values['error_records']:g} left out by the loader",
-            remedy="verify the extract artefact, whose ids changed while it was read",
-        )
-    if "loss" not in values:
-        raise DraftInvalid(
-            f"train: {where}", wanted="a loss", found=record, remedy="give every process rows"
-        )
+    _check_whole(values, where, record)
     point = CurvePoint(
         kind="train" if "train" in record else "validation",
         step=step,
@@ -108,6 +99,21 @@ def _series(values: Mapping[str, float], name: str) -> tuple[float, ...]:
     while f"{name}_{len(found)}" in values:
         found.append(values[f"{name}_{len(found)}"])
     return tuple(found)
+
+
+def _check_whole(values: Mapping[str, float], where: str, record: Mapping[str, Any]) -> None:
+    """No sample was left out of the batch, and there was a batch."""
+    if values.get("error_records"):
+        raise ShardInvalid(
+            f"train: {where}",
+            wanted="every sample of the batch",
+            found=f"{values['error_records']:g} left out by the loader",
+            remedy="verify the extract artefact, whose ids changed while it was read",
+        )
+    if "loss" not in values:
+        raise DraftInvalid(
+            f"train: {where}", wanted="a loss", found=record, remedy="give every process rows"
+        )
 
 
 def _check(point: CurvePoint, where: str) -> None:

@@ -3,6 +3,10 @@
 Upstream reads token ids and masks from a folder written by `datasets`, and asks a hidden-states
 backend for the states of row i. Both come from the same shards, in the order of the manifest, so
 that row i is the same row in both.
+
+Upstream's targets are the verifier's logits over the draft vocabulary alone, renormalised. Where
+the token that follows is outside of it, that is a distribution over tokens none of which is right,
+and whatever is drafted there gets rejected: such positions are taken out of the mask.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import msgspec
+import torch
 
 from eagle3.artifact import Artifact
 from eagle3.errors import ConfigError, ManifestInvalid
@@ -133,31 +138,68 @@ def split_rows(num_rows: int, validation_share: float, *, world_size: int = 1) -
     )
 
 
-def save_dataset(index: RowIndex, folder: Path, *, vocab_size: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """Tokens whose successor is to be learnt, and how many of them are left out because the draft
+    vocabulary lacks that successor."""
+
+    supervised: int
+    out_of_vocabulary: int
+
+
+def save_dataset(index: RowIndex, folder: Path, *, t2d: torch.Tensor) -> Supervision:
     """Write the folder that upstream loads: `input_ids`, `loss_mask` int64 [T], `seq_len`.
 
-    The index goes beside it. Raises ShardInvalid, and ManifestInvalid for a token id that the
-    verifier has no row for.
+    The index goes beside it.
+
+    Args:
+        t2d: bool [V], which of the verifier's tokens the draft can propose.
+
+    Raises ShardInvalid, and ManifestInvalid for a token id that the verifier has no row for, and
+    for rows that leave nothing to learn.
     """
     columns: dict[str, list[object]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    store = index.open()
-    for row in _read_all(store, index.refs):
+    supervised = kept = 0
+    for row in _read_all(index.open(), index.refs):
         largest = int(row.input_ids.max())
-        if largest >= vocab_size:
+        if largest >= len(t2d):
             raise ManifestInvalid(
                 f"{index.url}: {row.row}",
-                wanted=f"token ids below {vocab_size}, the rows of the verifier's lm_head",
+                wanted=f"token ids below {len(t2d)}, the rows of the verifier's lm_head",
                 found=largest,
                 remedy="take the hidden states and the verifier from the same run",
             )
+        mask = within_vocabulary(row.input_ids, row.loss_mask, t2d)
+        supervised, kept = supervised + int(row.loss_mask.sum()), kept + int(mask.sum())
         columns["input_ids"].append(row.input_ids.numpy())
-        columns["loss_mask"].append(row.loss_mask.numpy())
+        columns["loss_mask"].append(mask.numpy())
         columns["seq_len"].append(len(row.input_ids))
+    if not kept:
+        raise ManifestInvalid(
+            f"{index.url}: loss_mask",
+            wanted="supervised tokens that the draft vocabulary holds",
+            found=f"none among {supervised}",
+            remedy="take the hidden states and the vocab artefact from the same run",
+        )
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_dict(columns)
     data.set_format("torch")
     data.save_to_disk(str(folder))
     index.save(folder)
+    return Supervision(supervised=supervised, out_of_vocabulary=supervised - kept)
+
+
+def within_vocabulary(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, t2d: torch.Tensor
+) -> torch.Tensor:
+    """The mask [T] without the positions whose next token the draft cannot propose.
+
+    Upstream's mask at a token weighs the prediction of the one behind it. What follows the last
+    token of a row is not known, so that one stays as it is.
+    """
+    reachable = torch.ones_like(loss_mask, dtype=torch.bool)
+    reachable[:-1] = t2d[input_ids[1:]]
+    return loss_mask * reachable
 
 
 def _read_all(store: Store, refs: Sequence[SampleRef]) -> Iterator[TokenRow]:

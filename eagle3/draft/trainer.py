@@ -43,6 +43,12 @@ class Watch(Protocol):
     def saved(self, folder: Path) -> None:
         """A checkpoint, or the untrained draft, lies whole in a local folder (first rank only)."""
 
+    def owes_validation(self, epoch: int) -> bool:
+        """Whether the process before ended after this epoch's checkpoint and left this out."""
+
+    def validated(self) -> None:
+        """The validation of the last saved epoch is done (first rank only)."""
+
     def stop_requested(self) -> bool:
         """Whether to save and stop at this step's end."""
 
@@ -70,12 +76,18 @@ class WatchedTrainer(Trainer):  # type: ignore[misc]
             self.device_type = "cpu"
 
     def run_training(self) -> None:
-        """Train; before the first step of all, save the draft as it is."""
+        """Train; before the first step of all, save the draft as it is.
+
+        Upstream validates after an epoch's checkpoint, and going on from that one it would leave
+        the validation out: it is done first here.
+        """
         self._watch.began(self.global_step)
         if self.global_step == 0:
             self.checkpointer.save_checkpoint(self.model, self.optimizers, UNTRAINED)
             self._tell_saved(UNTRAINED)
         with self._metrics_told():
+            if self._watch.owes_validation(self.current_epoch - 1):
+                self.val_epoch(self.current_epoch - 1)
             super().run_training()
 
     def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
@@ -98,6 +110,8 @@ class WatchedTrainer(Trainer):  # type: ignore[misc]
         if not self._at_the_end() and self._agreed_to_stop():
             raise Stopped("train")
         found: dict[str, float] | None = super().val_epoch(epoch)
+        if self.rank == 0:
+            self._watch.validated()
         return found
 
     def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:

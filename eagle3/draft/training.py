@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,14 @@ from eagle3.draft.checkpoints import CURVE_NAME, UNTRAINED, Checkpoints, Marker
 from eagle3.draft.geometry import layer_config
 from eagle3.draft.metrics import CurvePoint, decode_curve, encode_curve, read_record
 from eagle3.draft.recipe import Paths, StepPlan, plan_steps, upstream_config
-from eagle3.draft.rows import Split, check_rows, index_rows, save_dataset, split_rows
+from eagle3.draft.rows import (
+    Split,
+    Supervision,
+    check_rows,
+    index_rows,
+    save_dataset,
+    split_rows,
+)
 from eagle3.draft.trainer import train
 from eagle3.errors import EnvironmentMisconfigured, ManifestInvalid, Stopped
 from eagle3.progress import Progress
@@ -66,12 +74,14 @@ class Layout:
     """A training that is ready to start: its local files, its rows and its steps.
 
     Attributes:
+        supervision: tokens to learn from, over all rows.
         aux_layer_ids: the three auxiliary layers, ascending.
         layer: the decoder config, as `eagle3.draft.geometry` has it.
     """
 
     paths: Paths
     split: Split
+    supervision: Supervision
     plan: StepPlan
     aux_layer_ids: tuple[int, ...]
     draft_vocab_size: int
@@ -108,10 +118,10 @@ def lay_out(
     (paths.layer_config / "config.json").write_text(json.dumps(layer, indent=2))
     np.save(paths.d2t, mapping.d2t.numpy())
     np.save(paths.t2d, mapping.t2d.numpy())
-    save_dataset(index, paths.dataset, vocab_size=verifier.vocab_size)
     return Layout(
         paths=paths,
         split=split,
+        supervision=save_dataset(index, paths.dataset, t2d=mapping.t2d),
         plan=plan,
         aux_layer_ids=aux_layer_ids,
         draft_vocab_size=mapping.draft_vocab_size,
@@ -173,6 +183,7 @@ class Session:
         self._started = time.monotonic()
         self._seconds_before = 0.0
         self._step = 0
+        self._last: Marker | None = None
         self.curve: list[CurvePoint] = []
 
     def run(self, config: TrainConfig) -> Marker:
@@ -184,7 +195,7 @@ class Session:
         resumed = self._checkpoints.newest()
         if resumed is not None:
             self._go_on_from(resumed)
-        if self._step < self._layout.plan.total:
+        if self._step < self._total or self._validation_missing():
             train(self._upstream(config), self)
         final = self._checkpoints.newest()
         if final is None or final.state is None or final.state.global_step != self._total:
@@ -202,7 +213,7 @@ class Session:
         self._checkpoints.fetch(marker, folder)
         self.curve = decode_curve((folder / CURVE_NAME).read_bytes())
         self._seconds_before = self.curve[-1].seconds if self.curve else 0.0
-        self._step = marker.state.global_step
+        self._step, self._last = marker.state.global_step, marker
         if self._progress is not None:
             self._progress.advance(self._step, resumed=True)
 
@@ -246,7 +257,32 @@ class Session:
         if folder.name == UNTRAINED:
             self._checkpoints.save_untrained(folder)
         else:
-            self._checkpoints.save(folder, curve=encode_curve(self.curve))
+            self._last = self._checkpoints.save(folder, curve=encode_curve(self.curve))
+            _remove_older(folder)
+
+    def owes_validation(self, epoch: int) -> bool:
+        """See `Watch.owes_validation`."""
+        state = self._last.state if self._last else None
+        return state is not None and state.epoch == epoch and self._validation_missing()
+
+    def validated(self) -> None:
+        """Let the last checkpoint's curve have the validation that followed it."""
+        assert self._last is not None, "an epoch is saved before it is validated"
+        self._last = self._checkpoints.with_curve(self._last, encode_curve(self.curve))
+
+    def _validation_missing(self) -> bool:
+        """Whether the last checkpoint ends an epoch that its curve has no validation of."""
+        state = self._last.state if self._last else None
+        if state is None or state.local_step:
+            return False
+        return not any(p.kind == "validation" and p.epoch == state.epoch for p in self.curve)
+
+
+def _remove_older(saved: Path) -> None:
+    """Delete the local folders of earlier epochs: what is kept of them lies in the store."""
+    for folder in saved.parent.iterdir():
+        if folder.name.isdecimal() and int(folder.name) < int(saved.name):
+            shutil.rmtree(folder)
 
 
 def last_validation(curve: list[CurvePoint]) -> dict[str, Any]:
