@@ -33,9 +33,14 @@ NearTie = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 NaturalFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 
-def _doc(text: str, *, unit: str = "", affects: bool = True) -> msgspec.Meta:
-    """A field's meaning and unit, and whether it can change what is written."""
-    return msgspec.Meta(description=text, extra={"unit": unit, "affects": affects})
+def _doc(
+    text: str, *, unit: str = "", affects: bool = True, but: tuple[str, ...] = ()
+) -> msgspec.Meta:
+    """A field's meaning and unit, and whether it can change what is written.
+
+    `but` names the keys of a mapping that cannot.
+    """
+    return msgspec.Meta(description=text, extra={"unit": unit, "affects": affects, "but": but})
 
 
 class VerifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +70,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Share, _doc("share of a GPU's memory for the engine", affects=False)
     ] = 0.9
     extra: Annotated[
-        dict[str, Any], _doc("further engine arguments of vLLM, passed on as they are")
+        dict[str, Any],
+        _doc(
+            "further engine arguments of vLLM, passed on as they are",
+            but=("kv_cache_memory_bytes",),
+        ),
     ] = {}
 
 
@@ -122,6 +131,10 @@ class ExtractConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _doc("three auxiliary ids and num_hidden_layers; default [2, n//2, n-3, n]"),
     ] = None
     unit_rows: Annotated[Count, _doc("rows per work unit and object", unit="rows")] = 64
+    unit_bytes: Annotated[
+        Count,
+        _doc("most bytes of hidden states in them; a longer row stands alone", unit="bytes"),
+    ] = 2 << 30
     max_rejected_share: Annotated[
         Share, _doc("the stage fails when more rows than this are rejected", affects=False)
     ] = 0.001

@@ -1,18 +1,60 @@
-"""Conversations that the verifier answers itself: what stands between two calls of its engine.
+"""Conversations that the verifier answers itself, unit by unit.
 
 Of a recorded conversation only what was said to the model is kept; every answer is the
-verifier's own, and the next prompt is rendered with it, as a server would.
+verifier's own, and the next prompt is rendered with it, as a server would. A unit's answers
+follow from its conversations, the settings and the seed alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from eagle3.conversations import Message, Rejected, Renderer, RowBuilder
-from eagle3.shards import TokenRow
+from eagle3.artifact import Artifact
+from eagle3.capture import Generator, Sampling
+from eagle3.config import RegenerateConfig
+from eagle3.conversations import Message, Rejected, Renderer, RowBuilder, RowRecord
+from eagle3.errors import ConfigError
+from eagle3.manifest import FileEntry
+from eagle3.shards import TokenRow, encode_rows
+from eagle3.store import Store
+from eagle3.units import Unit, cut_units, longest_row, write_unit
+from eagle3.verifier import LoadedVerifier
+from eagle3.vocab import counts_to_dict, supervised_counts
+from eagle3.work import UnitRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is answered, and in which units."""
+
+    settings: RegenerateConfig
+    max_seq_len: int
+    units: tuple[Unit, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Prepared rows of all units; a conversation has one or more."""
+        return sum(unit.num_rows for unit in self.units)
+
+
+def plan_answers(rows: Artifact, settings: RegenerateConfig) -> Plan:
+    """Cut the units. Raises ConfigError where no answer would fit into a row, ManifestInvalid."""
+    longest = longest_row(rows)
+    if settings.max_new_tokens >= longest:
+        raise ConfigError(
+            "regenerate.max_new_tokens",
+            wanted=f"less than {longest}, the longest row that prepare allowed",
+            found=settings.max_new_tokens,
+            remedy="lower it, or raise prepare.max_seq_len",
+        )
+    units = cut_units(rows.manifest.files, settings.unit_rows)
+    return Plan(settings=settings, max_seq_len=longest, units=units)
 
 
 class Chat:
@@ -120,3 +162,105 @@ def answers_in(row: TokenRow, stop_ids: Sequence[int]) -> tuple[int, int]:
     last = row.input_ids[ends]
     stopped = torch.isin(last, torch.tensor(stop_ids, dtype=torch.int64))
     return len(last), int((~stopped).sum())
+
+
+class Answerer:
+    """Has the turns of a unit's conversations answered by an engine.
+
+    Args:
+        check_stop: called before each call of the engine; what it raises gives the unit up, of
+            which nothing has been written by then.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        verifier: LoadedVerifier,
+        plan: Plan,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._generator = generator
+        self._tokenizer = verifier.load_tokenizer()
+        self._renderer = Renderer(self._tokenizer, verifier.stop_ids)
+        self._plan = plan
+        self._check_stop = check_stop
+
+    def answer(self, unit: Unit, records: Sequence[RowRecord]) -> list[Chat]:
+        """The unit's conversations, one turn of all of them answered at a time."""
+        settings = self._plan.settings
+        # Only the first row of a conversation brings its messages.
+        chats = [
+            Chat(
+                record.row.partition(".")[0],
+                record.messages,
+                record.tools,
+                max_seq_len=self._plan.max_seq_len,
+                max_new_tokens=settings.max_new_tokens,
+            )
+            for record in records
+            if record.messages
+        ]
+        for turn in range(settings.max_turns):
+            self._check_stop()
+            # Of its own for every call, and the same whenever the call is made again.
+            seed = zlib.crc32(f"{settings.seed} {unit.number} {turn}".encode())
+            if not self._answer_turn(chats, seed):
+                break
+        return chats
+
+    def _answer_turn(self, chats: Sequence[Chat], seed: int) -> bool:
+        """One turn of every open conversation; returns whether there was one."""
+        settings = self._plan.settings
+        asked = [(chat, chat.next_prompt(self._renderer)) for chat in chats]
+        open_chats = [(chat, prompt) for chat, prompt in asked if prompt is not None]
+        if not open_chats:
+            return False
+        sampling = Sampling(
+            max_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            seed=seed,
+        )
+        completions = self._generator.generate([prompt for _, prompt in open_chats], sampling)
+        for (chat, _), completion in zip(open_chats, completions, strict=True):
+            text = self._tokenizer.decode(
+                list(completion.token_ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+            chat.take_answer(completion.token_ids, str(text))
+        return True
+
+
+def write_answers(
+    output: Store, verifier: LoadedVerifier, unit: Unit, chats: Sequence[Chat], seconds: float
+) -> UnitRecord:
+    """Write a unit's shard and return the record to make of it.
+
+    All counts are taken from what the shard holds, which may be another worker's answers.
+    """
+    rows = [row for chat in chats for row in chat.rows()]
+    files: tuple[FileEntry, ...] = ()
+    if rows:
+        path = f"rows-{unit.number:06d}.safetensors"
+        written = write_unit(output, path, encode_rows(rows), rows)
+        files, rows = (written.entry,), list(written.rows)
+    kept = {row.row.partition(".")[0] for row in rows}
+    lost = [chat for chat in chats if chat.name not in kept]
+    reasons = Counter(chat.reason or "rejected_by_another_worker" for chat in lost)
+    answers = [answers_in(row, verifier.stop_ids) for row in rows]
+    counts = supervised_counts(rows, verifier.vocab_size)
+    return UnitRecord(
+        unit=unit.number,
+        rows_in=len(chats),
+        rows_kept=len(chats) - len(lost),
+        files=files,
+        rejected=dict(reasons),
+        facts={
+            "turns": sum(count for count, _ in answers),
+            "clipped": sum(clipped for _, clipped in answers),
+            "supervised_tokens": int(counts.sum()),
+        },
+        token_counts=counts_to_dict(counts),
+        measured={"answer_seconds": seconds},
+    )

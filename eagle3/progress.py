@@ -101,6 +101,11 @@ class Progress:
         if kind is None:
             self._report()
 
+    @property
+    def done(self) -> int:
+        """Units counted so far."""
+        return self._done
+
     def advance(self, count: int = 1, *, resumed: bool = False, note: str = "") -> None:
         """Count units as done; `resumed` ones, done by an earlier process, count in no rate."""
         self._done += count

@@ -1,8 +1,9 @@
 """Work units: cutting an input into them, sharing them out, and merging what they left behind.
 
-A unit is cut from the input's manifest alone, so every worker and every restart cuts the same
-ones and names its objects the same way. Merging is a pure function of the unit records: whoever
-sees the last unit done may do it, and any number of workers doing it get the same manifest.
+A unit is cut from the input alone (its manifest, and where a limit asks for them the lengths of
+its rows), so every worker and every restart cuts the same ones and names its objects the same
+way. Merging is a pure function of the unit records: whoever sees the last unit done may do it,
+and any number of workers doing it get the same manifest.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
 
+from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid, ShardInvalid
 from eagle3.manifest import FileEntry, Manifest
-from eagle3.shards import TokenRow, read_rows
+from eagle3.progress import Progress
+from eagle3.shards import ShardReader, TokenRow, read_rows
 from eagle3.store import Store
-from eagle3.work import UnitRecord
+from eagle3.work import UnitRecord, Work
 
 T = TypeVar("T")
+
+# Headers are small, and an input may have thousands of objects: requests at a time.
+_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +53,101 @@ class Unit:
         return sum(span.stop - span.start for span in self.spans)
 
 
-def cut_units(files: Iterable[FileEntry], unit_rows: int) -> tuple[Unit, ...]:
+def cut_units(
+    files: Iterable[FileEntry],
+    unit_rows: int,
+    *,
+    unit_tokens: int = 0,
+    lengths: Mapping[str, Sequence[int]] | None = None,
+) -> tuple[Unit, ...]:
     """Cut the rows of an artefact, in the order of its manifest, into units of `unit_rows`.
 
     The last unit may be smaller. Objects without samples are passed over.
+
+    Args:
+        unit_tokens: with `lengths`, the most tokens in a unit; a row that is longer makes a unit
+            of its own.
+        lengths: path -> the tokens of each of its rows, see `row_lengths`.
     """
     units: list[Unit] = []
     spans: list[Span] = []
-    room = unit_rows
+    rows = tokens = 0
     for entry in files:
         start = 0
-        while start < entry.samples:
-            stop = min(entry.samples, start + room)
-            spans.append(Span(path=entry.path, start=start, stop=stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
+        for at in range(entry.samples):
+            length = lengths[entry.path][at] if lengths else 0
+            if rows == unit_rows or (rows and tokens + length > unit_tokens):
+                _add_span(spans, entry.path, start, at)
                 units.append(Unit(number=len(units), spans=tuple(spans)))
-                spans, room = [], unit_rows
+                spans, start, rows, tokens = [], at, 0, 0
+            rows, tokens = rows + 1, tokens + length
+        _add_span(spans, entry.path, start, entry.samples)
     if spans:
         units.append(Unit(number=len(units), spans=tuple(spans)))
     return tuple(units)
+
+
+def _add_span(spans: list[Span], path: str, start: int, stop: int) -> None:
+    if start < stop:
+        spans.append(Span(path=path, start=start, stop=stop))
+
+
+def longest_row(rows: Artifact) -> int:
+    """The longest row that token rows may have, in tokens. Raises ManifestInvalid."""
+    if rows.manifest.max_seq_len is None:
+        raise ManifestInvalid(
+            f"{rows.store.url}: max_seq_len",
+            wanted="the longest row allowed",
+            found="none",
+            remedy="run prepare again under a prefix of its own",
+        )
+    return rows.manifest.max_seq_len
+
+
+def row_lengths(rows: Artifact) -> dict[str, list[int]]:
+    """The tokens of each row, by object, from the objects' headers alone.
+
+    Raises ShardInvalid for an object whose rows or tokens are not those of its manifest.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        entries = [entry for entry in rows.manifest.files if entry.samples]
+        found = readers.map(lambda entry: _lengths_in(rows.store, entry), entries)
+        return {entry.path: lengths for entry, lengths in zip(entries, found, strict=True)}
+
+
+def _lengths_in(store: Store, entry: FileEntry) -> list[int]:
+    lengths = [ref.num_tokens for ref in ShardReader(store, entry.path).refs()]
+    if (len(lengths), sum(lengths)) != (entry.samples, entry.tokens):
+        raise _other_rows(
+            f"{store.url}/{entry.path}",
+            f"{entry.samples} rows of {entry.tokens} tokens",
+            f"{len(lengths)} of {sum(lengths)}",
+        )
+    return lengths
+
+
+def _other_rows(where: str, wanted: str, found: object) -> ShardInvalid:
+    return ShardInvalid(
+        where,
+        wanted=f"{wanted}, as its manifest says",
+        found=found,
+        remedy="run the stage that wrote it again under a prefix of its own",
+    )
+
+
+def walk_units(
+    units: Sequence[Unit], work: Work, progress: Progress, worker: int
+) -> Iterator[Unit]:
+    """The open units of a worker, see `open_units`; each counts as done when the next is asked for.
+
+    Units that earlier processes finished are counted first, as resumed.
+    """
+    finished = work.finished_units()
+    done = sum(unit.num_rows for unit in units if unit.number in finished)
+    progress.advance(done, resumed=True)
+    for unit in open_units(units, work.is_finished, worker):
+        yield unit
+        progress.advance(unit.num_rows)
 
 
 def open_units(
@@ -114,12 +194,7 @@ class UnitReader(Generic[T]):
         if self._path != path:
             values = self._read(path)
             if len(values) != self._samples[path]:
-                raise ShardInvalid(
-                    path,
-                    wanted=f"{self._samples[path]} rows, as its manifest says",
-                    found=len(values),
-                    remedy="run the stage that wrote it again under a prefix of its own",
-                )
+                raise _other_rows(path, f"{self._samples[path]} rows", len(values))
             self._path, self._values = path, values
         return self._values
 

@@ -1,20 +1,23 @@
 """Unfinished work of a stage: who owns the prefix, which units are done, how it goes.
 
-Work lies beside the artefacts, never inside them: `work/<stage>/` holds the claim and one record
-per finished unit, `progress/<stage>-<index>.json` what the process reports. A unit is cut from
-the input manifest alone, so every worker and every restart cuts the same ones.
+Work lies beside the artefacts, never inside them: `work/<stage>/` holds the claim, one record per
+finished unit and what workers measured once, `progress/<stage>-<index>.json` what the process
+reports. A unit is cut from the input alone, so every worker and every restart cuts the same ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import FileEntry, identity_of
 from eagle3.store import Store
+
+T = TypeVar("T")
 
 _UNITS = "units"
 # Records are small, and a run may have ten thousand of them: requests at a time.
@@ -91,13 +94,25 @@ class Work:
             return self._read(path)
         return record
 
+    def keep_figures(self, name: str, worker: int, figures: Mapping[str, float]) -> None:
+        """Keep what a worker measured once, in place of what it measured before, if it did."""
+        self._store.write_bytes(f"{name}/{worker:06d}.json", msgspec.json.encode(figures))
+
+    def kept_figures(self, name: str) -> list[dict[str, float]]:
+        """What the workers kept by this name, in the order of their indices."""
+        paths = sorted(info.path for info in self._store.list(name))
+        return [self._decoded(path, dict[str, float], "figures") for path in paths]
+
     def _read(self, path: str) -> UnitRecord:
+        return self._decoded(path, UnitRecord, "a unit record")
+
+    def _decoded(self, path: str, kind: type[T], wanted: str) -> T:
         try:
-            return msgspec.json.decode(self._store.read_bytes(path), type=UnitRecord)
+            return msgspec.json.decode(self._store.read_bytes(path), type=kind)
         except msgspec.DecodeError as error:
             raise ManifestInvalid(
                 f"{self._store.url}/{path}",
-                wanted="a unit record",
+                wanted=wanted,
                 found=error,
                 remedy="delete it and run again",
             ) from error

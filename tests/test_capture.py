@@ -10,10 +10,13 @@ from eagle3.capture import (
     CapturedRow,
     FakeCapture,
     FakeGenerator,
+    GateFigures,
     Generator,
+    Head,
     Sampling,
     SpecCounters,
     check_states,
+    gate_prompts,
     next_token_logprobs,
     numeric_gate,
 )
@@ -21,6 +24,7 @@ from eagle3.errors import CaptureInvalid
 
 VOCAB_SIZE, HIDDEN_SIZE, LAYER_IDS = 300, 32, (2, 4, 5, 8)
 IDS = [(7 * place) % VOCAB_SIZE for place in range(24)]
+PROMPTS = [IDS, IDS[3:14], [(11 * place) % VOCAB_SIZE for place in range(190)]]
 
 
 def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,6 +39,23 @@ def fake(dtype: torch.dtype = torch.float32) -> FakeCapture:
     return FakeCapture(
         layer_ids=LAYER_IDS, norm_weight=norm_weight, lm_head=lm_head, eps=1e-5, dtype=dtype
     )
+
+
+def gate(
+    capture: Capture,
+    *,
+    norm: torch.Tensor | None = None,
+    lm_head: torch.Tensor | None = None,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> GateFigures:
+    """The gate with the fake's own tensors, or with others."""
+    own_norm, own_head = tensors()
+    head = Head(
+        norm=own_norm if norm is None else norm,
+        lm_head=own_head if lm_head is None else lm_head,
+        eps=1e-5,
+    )
+    return numeric_gate(capture, prompts, LAYER_IDS, head)
 
 
 def good_row() -> CapturedRow:
@@ -63,6 +84,37 @@ class LaterLayerLost(FakeCapture):
             lm_head=lm_head,
             eps=1e-5,
         )
+
+
+def named_tensors() -> dict[str, torch.Tensor]:
+    norm_weight, lm_head = tensors()
+    return {"norm_weight": norm_weight, "lm_head": lm_head}
+
+
+class OneRowSpoilt(FakeCapture):
+    """Adds something to the last layer of the shortest row, and reports as if nothing were."""
+
+    def __init__(self, added: float) -> None:
+        super().__init__(layer_ids=LAYER_IDS, **named_tensors())
+        self._added = added
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        return fake().prompt_logprobs(ids)
+
+    def capture(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
+        shortest = min(len(ids) for ids in rows)
+        for row in super().capture(rows):
+            if len(row.token_ids) == shortest:
+                row.hidden_states[:, -1, 0] += self._added
+            yield row
+
+
+class BeginningLost(FakeCapture):
+    """Captures only what no other row began with, as a cached prefix leaves it."""
+
+    def capture(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
+        for row in super().capture(rows):
+            yield CapturedRow(row.token_ids[4:], row.hidden_states[4:])
 
 
 class TestCheckStates:
@@ -119,10 +171,12 @@ class TestCheckStates:
 
 class TestNumericGate:
     def test_passes_with_the_verifiers_own_tensors(self) -> None:
-        norm_weight, lm_head = tensors()
-        figures = numeric_gate(fake(), IDS, norm_weight=norm_weight, lm_head=lm_head, eps=1e-5)
-        assert figures.num_tokens == len(IDS)
-        assert figures.mean_difference < 1e-5
+        figures = gate(fake())
+        assert figures.num_rows == len(PROMPTS)
+        # 23 and 10 next tokens, and of 189 as many as are judged of one row.
+        assert figures.num_tokens == 23 + 10 + 128
+        assert figures.mean_difference <= figures.worst_row < 1e-5
+        assert 1e-5 < figures.stored_difference < 0.02
         assert min(figures.other_layers) > 0.5
 
     def test_logprobs_are_those_of_torchs_own_operators(self) -> None:
@@ -147,23 +201,19 @@ class TestNumericGate:
         torch.testing.assert_close(in_pieces, whole)
 
     def test_b22_refuses_a_norm_left_out(self) -> None:
-        _, lm_head = tensors()
         with pytest.raises(CaptureInvalid, match="nats of the engine's own"):
-            numeric_gate(
-                fake(), IDS, norm_weight=torch.ones(HIDDEN_SIZE), lm_head=lm_head, eps=1e-5
-            )
+            gate(fake(), norm=torch.ones(HIDDEN_SIZE))
 
     def test_b51_refuses_another_models_lm_head(self) -> None:
-        norm_weight, _ = tensors()
         _, other = tensors(seed=1)
         with pytest.raises(CaptureInvalid, match="belong to this verifier"):
-            numeric_gate(fake(), IDS, norm_weight=norm_weight, lm_head=other, eps=1e-5)
+            gate(fake(), lm_head=other)
 
     def test_b21_refuses_a_layer_too_early(self) -> None:
         norm_weight, lm_head = tensors()
         shifted = LaterLayerLost(layer_ids=LAYER_IDS, norm_weight=norm_weight, lm_head=lm_head)
         with pytest.raises(CaptureInvalid, match="last layer id"):
-            numeric_gate(shifted, IDS, norm_weight=norm_weight, lm_head=lm_head, eps=1e-5)
+            gate(shifted)
 
     def test_refuses_to_pass_where_all_layers_predict_alike(self) -> None:
         norm_weight, lm_head = tensors()
@@ -173,19 +223,56 @@ class TestNumericGate:
         )
         worse = flat * 1.5
         with pytest.raises(CaptureInvalid, match="times worse"):
-            numeric_gate(capture, IDS, norm_weight=norm_weight, lm_head=worse, eps=1e-5)
+            gate(capture, lm_head=worse)
 
     def test_a_nan_never_passes(self) -> None:
-        norm_weight, lm_head = tensors()
-        broken = lm_head.clone()
+        broken = tensors()[1]
         broken[5] = float("nan")
         with pytest.raises(CaptureInvalid, match="nan nats"):
-            numeric_gate(fake(), IDS, norm_weight=norm_weight, lm_head=broken, eps=1e-5)
+            gate(fake(), lm_head=broken)
 
-    def test_a_prompt_of_a_few_tokens_proves_nothing(self) -> None:
-        norm_weight, lm_head = tensors()
-        with pytest.raises(CaptureInvalid, match="longer rows"):
-            numeric_gate(fake(), IDS[:3], norm_weight=norm_weight, lm_head=lm_head, eps=1e-5)
+    def test_one_wrong_row_among_right_ones_is_refused(self) -> None:
+        """The wrong one is too short to spoil the mean over all."""
+        with pytest.raises(CaptureInvalid, match="in one row"):
+            gate(OneRowSpoilt(0.02))
+
+    def test_states_that_do_not_survive_being_stored_are_refused(self) -> None:
+        """Right in float32, but logits of hundreds turn on bfloat16's last bit."""
+        steep = {**named_tensors(), "lm_head": 40 * tensors()[1]}
+        with pytest.raises(CaptureInvalid, match="when rounded to bfloat16"):
+            gate(FakeCapture(layer_ids=LAYER_IDS, **steep), lm_head=steep["lm_head"])
+
+    def test_b26_a_poisoned_row_stops_the_gate(self) -> None:
+        with pytest.raises(CaptureInvalid, match="non_finite in a row of 24"):
+            gate(OneRowSpoilt(float("nan")), prompts=[IDS])
+
+    def test_b23_a_row_without_its_cached_beginning_stops_the_gate(self) -> None:
+        with pytest.raises(CaptureInvalid, match="prefix caching"):
+            gate(BeginningLost(layer_ids=LAYER_IDS, **named_tensors()))
+
+    def test_b21_an_engine_that_takes_states_elsewhere_is_refused(self) -> None:
+        elsewhere = FakeCapture(layer_ids=(2, 4, 6, 8), **named_tensors())
+        with pytest.raises(CaptureInvalid, match=r"\[2, 4, 5, 8\], found \[2, 4, 6, 8\]"):
+            gate(elsewhere)
+
+
+class TestGatePrompts:
+    def rows(self, *lengths: int) -> list[torch.Tensor]:
+        return [torch.arange(length) for length in lengths]
+
+    def test_lengths_differ_from_the_shortest_to_the_longest(self) -> None:
+        prompts = gate_prompts(self.rows(9, 30, 9, 12, 700, 40, 41, 3, 30))
+        assert [len(ids) for ids in prompts] == [9, 12, 40, 700]
+
+    def test_a_unit_of_one_row_has_one_prompt(self) -> None:
+        assert [len(ids) for ids in gate_prompts(self.rows(8))] == [8]
+
+    def test_of_a_very_long_row_the_beginning_is_enough(self) -> None:
+        assert [len(ids) for ids in gate_prompts(self.rows(50_000))] == [2048]
+
+    def test_rows_of_a_few_tokens_prove_nothing(self) -> None:
+        with pytest.raises(CaptureInvalid, match="3 rows of at most 7"):
+            gate_prompts(self.rows(3, 7, 7))
 
 
 class TestFakes:

@@ -11,10 +11,12 @@ import torch
 import yaml
 
 from eagle3.capture import Capture, CapturedRow
+from eagle3.capture.units import Plan
 from eagle3.errors import (
     CaptureInvalid,
     ConfigError,
     IdentityConflict,
+    ServiceUnavailable,
     ShardInvalid,
     Stopped,
     VerifierInvalid,
@@ -23,7 +25,6 @@ from eagle3.shards import Sample, ShardReader, encode_samples
 from eagle3.store import Store, open_store
 from eagle3.verifier import default_layer_ids
 from jobs import extract, prepare, process
-from jobs.extract import Plan
 from tests.tiny_run import (
     artifact_at,
     content_of,
@@ -80,12 +81,20 @@ class Changed:
     """The fake with one thing done to every row, counted from the first after the gate's."""
 
     def __init__(self, capture: Capture, change: Callable[[int, CapturedRow], CapturedRow]) -> None:
-        self._capture, self._change, self._count = capture, change, -1
+        self._capture, self._change, self._count = capture, change, 0
+        self._gated = False
 
     def capture(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
+        if not self._gated:
+            self._gated = True
+            yield from self._capture.capture(rows)
+            return
         for row in self._capture.capture(rows):
-            yield self._change(self._count, row) if self._count >= 0 else row
             self._count += 1
+            yield self._change(self._count - 1, row)
+
+    def layer_ids(self) -> tuple[int, ...]:
+        return self._capture.layer_ids()
 
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         return self._capture.prompt_logprobs(ids)
@@ -111,9 +120,7 @@ def test_every_prepared_row_comes_out_with_its_ids_mask_and_states(folder: Path)
     run_extract(folder)
     found, rows = artifact_at(store_of(folder), "extract"), artifact_at(store_of(folder), "prepare")
     wanted = {row.row: row for row in rows_of(rows)}
-    plan = extract.Plan(
-        layer_ids=default_layer_ids(8), hidden_size=64, max_seq_len=0, engine=None, units=()
-    )
+    plan = Plan(layer_ids=default_layer_ids(8), hidden_size=64, max_seq_len=0, units=())
     capture = start_fake_capture(folder / "verifier", plan)
     samples = [
         reader.read(ref)
@@ -153,7 +160,9 @@ def test_the_manifest_keeps_the_ten_fields_of_version_1_and_names_its_convention
         "none",
     )
     assert manifest.inputs["rows"].digest == rows.digest
+    assert manifest.measured["gate_rows"] == 4
     assert manifest.measured["gate_mean_nats"] < 1e-3
+    assert manifest.measured["gate_stored_nats"] < 0.05
     assert manifest.measured["tokens_per_second"] > 0
 
 
@@ -164,10 +173,15 @@ def test_committed_work_is_not_done_again(folder: Path) -> None:
 
 def test_when_only_the_manifest_is_missing_no_engine_is_started(folder: Path) -> None:
     run_extract(folder)
-    before = content_of(store_of(folder), "extract")
+    before = artifact_at(store_of(folder), "extract")
+    content = content_of(store_of(folder), "extract")
     store_of(folder).delete("extract/data_config.json")
     run_extract(folder, never)
-    assert content_of(store_of(folder), "extract") == before
+    assert content_of(store_of(folder), "extract") == content
+    measured = artifact_at(store_of(folder), "extract").manifest.measured
+    proven = {name: value for name, value in measured.items() if name.startswith("gate_")}
+    assert proven == {name: before.manifest.measured[name] for name in proven}
+    assert len(proven) == 7
 
 
 def test_an_object_without_a_record_is_written_over_by_its_own_bytes_only(folder: Path) -> None:
@@ -305,26 +319,76 @@ def test_an_output_prefix_that_cannot_be_written_is_refused_before_the_engine(
         run_extract(folder, never)
 
 
-def test_sigterm_stops_after_a_finished_unit_and_the_next_run_goes_on(
+def test_sigterm_stops_within_a_unit_and_the_next_run_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_stop", threading.Event())
     before = signal.getsignal(signal.SIGTERM)
+    captured: list[int] = []
 
     def stop_in_second_unit(count: int, row: CapturedRow) -> CapturedRow:
+        captured.append(count)
         if count == 9:
             process._stop.set()
         return row
 
     with pytest.raises(Stopped):
         run_extract(folder, changed(stop_in_second_unit))
+    assert captured[-1] == 9, "the rest of the unit is not waited for"
     units = store_of(folder).list("work/extract/units")
-    assert [info.path[-11:] for info in units] == ["000000.json", "000001.json"]
+    assert [info.path[-11:] for info in units] == ["000000.json"]
+    assert [info.path for info in store_of(folder).list("extract")] == [
+        "extract/hidden-000000.safetensors"
+    ]
     process._stop.clear()
     run_extract(folder)
     assert signal.getsignal(signal.SIGTERM) == before
     rows = artifact_at(store_of(folder), "prepare")
     assert content_of(store_of(folder), "extract")["rows"] == [row.row for row in rows_of(rows)]
+
+
+def test_a_unit_that_was_captured_whole_when_sigterm_came_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_stop", threading.Event())
+
+    def stop_at_the_last_row(count: int, row: CapturedRow) -> CapturedRow:
+        if count == 7:
+            process._stop.set()
+        return row
+
+    with pytest.raises(Stopped):
+        run_extract(folder, changed(stop_at_the_last_row))
+    assert store_of(folder).exists("work/extract/units/000000.json")
+
+
+def test_an_engine_that_dies_loses_only_the_unit_it_was_at(folder: Path) -> None:
+    def die(count: int, row: CapturedRow) -> CapturedRow:
+        if count == 9:
+            raise ServiceUnavailable("engine", wanted="an answer", found="none", remedy="again")
+        return row
+
+    with pytest.raises(ServiceUnavailable):
+        run_extract(folder, changed(die))
+    assert store_of(folder).exists("work/extract/units/000000.json")
+    run_extract(folder)
+    rows = artifact_at(store_of(folder), "prepare")
+    assert content_of(store_of(folder), "extract")["rows"] == [row.row for row in rows_of(rows)]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_no_object_has_more_bytes_of_states_than_allowed(folder: Path, index: int) -> None:
+    """Whoever works cuts the same units; a row that alone is larger has one of its own."""
+    bytes_per_token = 4 * 64 * 2
+    set_extract(folder, unit_bytes=100 * bytes_per_token)
+    run_extract(folder, index=index)
+    found = artifact_at(store_of(folder), "extract")
+    rows = rows_of(artifact_at(store_of(folder), "prepare"))
+    assert [row.row for row in rows_of(found)] == [row.row for row in rows]
+    sizes = [(entry.samples, entry.tokens) for entry in found.manifest.files]
+    assert all(tokens <= 100 or samples == 1 for samples, tokens in sizes)
+    assert any(samples > 1 for samples, _ in sizes)
+    assert len(sizes) > len(rows) / 8
 
 
 def test_workers_share_the_units_and_leave_what_one_alone_would(

@@ -40,13 +40,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.vocab",
         "eagle3.verifier",
         "eagle3.conversations",
-        "eagle3.onpolicy",
         "eagle3.demo_inputs",
         "eagle3.acceptance",
     ),
     # 3, engines.
     (
         "eagle3.capture",
+        "eagle3.onpolicy",
         "eagle3.vllm_capture",
         "eagle3.draft",
         "eagle3.answers",

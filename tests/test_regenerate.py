@@ -1,6 +1,7 @@
 """regenerate on the shipped fake: whose answers are supervised, what is counted, how it goes on."""
 
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ import torch
 import yaml
 
 from eagle3.capture import Completion, FakeGenerator, Generator, Sampling
-from eagle3.conversations import Renderer, RowRecord, read_row_records
-from eagle3.errors import ConfigError, ConversationsInvalid, VerifierInvalid
-from eagle3.onpolicy import Chat, answers_in, prompts_of
+from eagle3.conversations import RowRecord, read_row_records
+from eagle3.errors import (
+    ConfigError,
+    ConversationsInvalid,
+    IdentityConflict,
+    Stopped,
+    VerifierInvalid,
+)
+from eagle3.onpolicy import Answerer, Chat, Plan, answers_in, plan_answers, prompts_of
 from eagle3.shards import TokenRow, encode_rows, read_rows
 from eagle3.store import Store, open_store
 from eagle3.units import Span, Unit
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_counts
-from jobs import prepare, regenerate
-from jobs.regenerate import Plan
+from jobs import prepare, process, regenerate
 from tests.tiny_run import (
     artifact_at,
     content_of,
@@ -230,6 +236,55 @@ def test_another_workers_answers_are_adopted_and_counted(folder: Path) -> None:
     assert manifest.facts["supervised_tokens"] == tokens
 
 
+def test_sigterm_stops_between_two_turns_and_the_next_run_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_stop", threading.Event())
+    calm = Path(shutil.copytree(folder, tmp_path / "calm"))
+    run_regenerate(calm, lambda model, plan: Scripted([300, END]))
+
+    class StopsInTheSecondUnit(Scripted):
+        def generate(
+            self, prompts: Sequence[Sequence[int]], sampling: Sampling
+        ) -> list[Completion]:
+            answers = super().generate(prompts, sampling)
+            if store_of(folder).exists("work/regenerate/units/000000.json"):
+                process._stop.set()
+            return answers
+
+    with pytest.raises(Stopped):
+        run_regenerate(folder, lambda model, plan: StopsInTheSecondUnit([300, END]))
+    assert len(store_of(folder).list("work/regenerate/units")) == 1
+    process._stop.clear()
+    run_regenerate(folder, lambda model, plan: Scripted([300, END]))
+    assert content_of(store_of(folder), "regenerate") == content_of(store_of(calm), "regenerate")
+
+
+@pytest.mark.parametrize(("temperature", "refused"), [(0.0, False), (0.7, True)])
+def test_how_many_prompts_share_a_step_is_a_setting_of_sampled_answers(
+    folder: Path, temperature: float, refused: bool
+) -> None:
+    """Greedy answers do not depend on their company; sampled ones share its random numbers."""
+    set_regenerate(folder, temperature=temperature)
+    run_regenerate(folder)
+    set_regenerate(folder, engine={"dtype": "float32", "max_num_seqs": 4})
+    if refused:
+        with pytest.raises(IdentityConflict, match=r"engine\.max_num_seqs: wanted 8.*found 4"):
+            run_regenerate(folder, never)
+    else:
+        assert run_regenerate(folder, never).startswith("already committed")
+
+
+def test_the_memory_of_the_engine_is_no_setting_of_its_answers(folder: Path) -> None:
+    engine = {"dtype": "float32", "max_num_seqs": 8}
+    run_regenerate(folder)
+    set_regenerate(folder, engine={**engine, "extra": {"kv_cache_memory_bytes": 1 << 28}})
+    assert run_regenerate(folder, never).startswith("already committed")
+    set_regenerate(folder, engine={**engine, "extra": {"enforce_eager": True}})
+    with pytest.raises(IdentityConflict, match=r"engine\.extra"):
+        run_regenerate(folder, never)
+
+
 def test_a_conversation_of_several_prepared_rows_is_answered_once(folder: Path) -> None:
     run = stage_run("regenerate", folder / "run.yaml", store_of(folder))
     verifier = load_verifier_artifact(run.inputs["verifier"], folder / "scratch")
@@ -240,14 +295,8 @@ def test_a_conversation_of_several_prepared_rows_is_answered_once(folder: Path) 
     ]
     unit = Unit(number=0, spans=(Span(path="x", start=0, stop=2),))
     engine = Scripted([300, END])
-    chats = regenerate.answer_unit(
-        engine,
-        Renderer(verifier.load_tokenizer(), verifier.stop_ids),
-        verifier,
-        regenerate.make_plan(run),
-        unit,
-        records,
-    )
+    plan = plan_answers(run.inputs["rows"], run.config.regenerate)
+    chats = Answerer(engine, verifier, plan, run.check_stop).answer(unit, records)
     assert [chat.name for chat in chats] == ["000000007"]
     assert [len(prompts) for prompts, _ in engine.asked] == [1, 1]
     (row,) = chats[0].rows()
@@ -322,10 +371,12 @@ def chat_of(*messages: dict[str, Any]) -> Chat:
 def test_the_messages_of_a_held_out_conversation_are_never_asked(folder: Path) -> None:
     engine = Scripted([300, END])
     run_regenerate(folder, lambda model, plan: engine)
-    store = artifact_at(store_of(folder), "prepare").store
-    heldout = (store.read_bytes("heldout.jsonl")).splitlines()
+    prepared = artifact_at(store_of(folder), "prepare")
+    heldout = prepared.read("heldout.jsonl").splitlines()
     assert len(heldout) > 2
-    conversations = {record.conversation for record in read_row_records(store, "rows-000000.jsonl")}
+    conversations = {
+        record.conversation for record in read_row_records(prepared, "rows-000000.jsonl")
+    }
     assert all(yaml.safe_load(line)["conversation"] not in conversations for line in heldout)
     prompts = {tuple(ids) for prompts, _ in engine.asked for ids in prompts}
     assert all(tuple(yaml.safe_load(line)["input_ids"]) not in prompts for line in heldout)

@@ -1,15 +1,32 @@
 """Units: every row in exactly one, whoever works and in whatever order they finish."""
 
+import itertools
 import random
+import secrets
 
+import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.errors import ManifestInvalid
-from eagle3.manifest import FileEntry, check
+from eagle3.artifact import Artifact
+from eagle3.errors import ManifestInvalid, ShardInvalid
+from eagle3.manifest import FileEntry, Manifest, check
+from eagle3.progress import Progress
+from eagle3.shards import TokenRow, encode_rows
 from eagle3.store import open_store
-from eagle3.units import Unit, cut_units, merge, merge_token_counts, open_units
+from eagle3.units import (
+    Unit,
+    cut_units,
+    longest_row,
+    merge,
+    merge_token_counts,
+    open_units,
+    row_lengths,
+    walk_units,
+    write_unit,
+)
 from eagle3.work import UnitRecord, Work
 
 sample_counts = st.lists(st.integers(0, 40), max_size=8)
@@ -60,6 +77,75 @@ def test_every_row_is_in_exactly_one_unit_and_in_order(samples: list[int], unit_
     assert [unit.number for unit in units] == list(range(len(units)))
     assert all(unit.num_rows == unit_rows for unit in units[:-1])
     assert all(0 < unit.num_rows <= unit_rows for unit in units)
+
+
+@given(
+    objects=st.lists(st.lists(st.integers(1, 60), max_size=12), max_size=6),
+    unit_rows=st.integers(1, 10),
+    unit_tokens=st.integers(1, 100),
+)
+def test_no_unit_has_more_tokens_than_allowed_unless_it_is_one_row(
+    objects: list[list[int]], unit_rows: int, unit_tokens: int
+) -> None:
+    files = entries([len(lengths) for lengths in objects])
+    lengths = {file.path: tokens for file, tokens in zip(files, objects, strict=True)}
+    units = cut_units(files, unit_rows, unit_tokens=unit_tokens, lengths=lengths)
+    assert rows_of(units) == [(file.path, row) for file in files for row in range(file.samples)]
+    sizes = [[lengths[path][row] for path, row in rows_of([unit])] for unit in units]
+    assert all(sum(size) <= unit_tokens or len(size) == 1 for size in sizes)
+    assert all(len(size) <= unit_rows for size in sizes)
+    # None could take the first row of the next one too.
+    for size, following in itertools.pairwise(sizes):
+        assert len(size) == unit_rows or sum(size) + following[0] > unit_tokens
+
+
+def token_rows(lengths: list[int], **fields: object) -> Artifact:
+    """A committed artefact of one shard with rows of these lengths."""
+    store = open_store(f"memory://test-units/{secrets.token_hex(4)}/prepare")
+    rows = [
+        TokenRow(row=f"{number:09d}.0", input_ids=torch.arange(n), loss_mask=torch.ones(n).long())
+        for number, n in enumerate(lengths)
+    ]
+    written = write_unit(store, "rows-000000.safetensors", encode_rows(rows), rows)
+    return Artifact(store=store, manifest=manifest_of((written.entry,), **fields))
+
+
+def manifest_of(files: tuple[FileEntry, ...], **fields: object) -> Manifest:
+    return Manifest(artifact="prepare", identity="i", files=files, **fields)
+
+
+def test_the_lengths_of_rows_are_read_from_the_objects_headers() -> None:
+    rows = token_rows([5, 3, 900])
+    assert row_lengths(rows) == {"rows-000000.safetensors": [5, 3, 900]}
+
+
+def test_lengths_that_are_not_those_of_the_manifest_are_refused() -> None:
+    rows = token_rows([5, 3])
+    (entry,) = rows.manifest.files
+    other = msgspec.structs.replace(entry, tokens=9)
+    with pytest.raises(ShardInvalid, match=r"2 rows of 9 tokens.*found 2 of 8"):
+        row_lengths(Artifact(store=rows.store, manifest=manifest_of((other,))))
+
+
+def test_rows_without_a_longest_one_are_refused() -> None:
+    assert longest_row(token_rows([5], max_seq_len=64)) == 64
+    with pytest.raises(ManifestInvalid, match="max_seq_len"):
+        longest_row(token_rows([5]))
+
+
+def test_a_walk_counts_what_earlier_processes_did_and_each_unit_when_it_is_done() -> None:
+    store = open_store(f"memory://test-units/{secrets.token_hex(4)}")
+    work, units = Work(store, "extract"), cut_units(entries([10]), 4)
+    work.record(record_of(units[0]))
+    shown = []
+    with Progress(store, "extract", "capture", total=10, unit="rows") as progress:
+        walk = walk_units(units, work, progress, 0)
+        for unit in walk:
+            shown.append((unit.number, progress.done))
+            if unit.number == 1:
+                work.record(record_of(units[2]))
+        assert progress.done == 8
+    assert shown == [(1, 4)]
 
 
 @given(

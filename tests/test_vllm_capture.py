@@ -8,8 +8,10 @@ import importlib
 import json
 import logging
 import logging.config
+import os
 import pkgutil
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,16 +23,36 @@ from transformers import AutoConfig, DeepseekV3ForCausalLM, LlamaForCausalLM, Pr
 from vllm.engine.arg_utils import EngineArgs
 
 import eagle3.vllm_capture
-from eagle3.capture import CapturedRow, Sampling, SpecCounters, check_states, numeric_gate
+from eagle3.capture import (
+    CapturedRow,
+    GateFigures,
+    Head,
+    Sampling,
+    SpecCounters,
+    check_states,
+    numeric_gate,
+)
 from eagle3.errors import (
     CaptureInvalid,
     ConfigError,
     EnvironmentMisconfigured,
+    ServiceUnavailable,
+    Stopped,
     VerifierInvalid,
 )
+from eagle3.store import open_store
 from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
 from eagle3.vllm_capture.engine import OWN_ARGUMENTS
-from eagle3.vllm_capture.refusals import explain, read_errors, write_logging_config
+from eagle3.vllm_capture.environment import expected_lines_left_out
+from eagle3.vllm_capture.refusals import died, explain, read_errors, write_logging_config
+from jobs import extract, prepare
+from tests.tiny_run import (
+    artifact_at,
+    stage_run,
+    start_fake_capture,
+    write_config,
+    write_conversations,
+)
 from tests.tiny_verifiers import make_draft, make_kimi, make_llama
 
 pytestmark = pytest.mark.engine
@@ -125,8 +147,12 @@ def same(rows: Sequence[CapturedRow], others: Sequence[CapturedRow]) -> bool:
     )
 
 
-def three_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {"norm_weight": model.model.norm.weight.data, "lm_head": model.lm_head.weight.data}
+def head_of(model: PreTrainedModel) -> Head:
+    return Head(norm=model.model.norm.weight.data, lm_head=model.lm_head.weight.data, eps=1e-5)
+
+
+def gate(capture: VllmCapture, head: Head) -> GateFigures:
+    return numeric_gate(capture, [ROWS[4], ROWS[2], ROWS[1]], LAYER_IDS, head)
 
 
 class TestLlamaCapture:
@@ -175,13 +201,17 @@ class TestLlamaCapture:
     def test_numeric_gate_passes_and_refuses_a_norm_left_out(
         self, capture: VllmCapture, llama_reference: PreTrainedModel
     ) -> None:
-        tensors = three_tensors(llama_reference)
-        figures = numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
-        assert figures.mean_difference < 1e-4
+        head = head_of(llama_reference)
+        figures = gate(capture, head)
+        assert (figures.num_rows, figures.num_tokens) == (3, 8 + 32 + 128)
+        assert figures.worst_row < 1e-4
+        assert figures.stored_difference < 0.02
         assert min(figures.other_layers) > 0.3
-        tensors["norm_weight"] = torch.ones(HIDDEN_SIZE)
         with pytest.raises(CaptureInvalid, match="nats on average"):
-            numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+            gate(capture, dataclasses.replace(head, norm=torch.ones(HIDDEN_SIZE)))
+
+    def test_b21_the_engines_own_model_names_the_layers(self, capture: VllmCapture) -> None:
+        assert capture.layer_ids() == LAYER_IDS
 
     def test_prompt_logprobs_are_those_of_transformers(
         self, capture: VllmCapture, llama_reference: PreTrainedModel
@@ -234,17 +264,78 @@ class TestLlamaCaptureInProcessesOfItsOwn:
     def test_numeric_gate_passes(
         self, capture: VllmCapture, llama_reference: PreTrainedModel
     ) -> None:
-        figures = numeric_gate(capture, ROWS[1], **three_tensors(llama_reference), eps=1e-5)
-        assert figures.mean_difference < 1e-4
+        assert gate(capture, head_of(llama_reference)).worst_row < 1e-4
+
+    def test_its_killed_process_is_one_sentence_and_the_next_start_goes_on(
+        self, capture: VllmCapture, llama: Path, tmp_path: Path
+    ) -> None:
+        """The last test of this engine: it is killed in the second unit of an extraction."""
+        data = write_conversations(tmp_path / "chats.jsonl", 24)
+        off = {"regenerate": {"enabled": False}}
+        config = write_config(tmp_path / "run.yaml", llama, data, **off)
+        assert prepare.main(["--config", str(config), "--store", str(tmp_path / "run")]) == 0
+        store = open_store(str(tmp_path / "run"))
+        run = stage_run("extract", config, store)
+        with pytest.raises(ServiceUnavailable) as killed:
+            extract.story(run, lambda model, plan: KilledInTheSecondUnit(capture))
+        assert (killed.value.exit_code, killed.value.retry_can_help) == (69, True)
+        assert [info.path[-11:] for info in store.list("work/extract/units")] == ["000000.json"]
+        with pytest.raises(ServiceUnavailable, match=r"without a word.*run the stage again"):
+            capture.layer_ids()
+        extract.story(stage_run("extract", config, store), start_fake_capture)
+        rows = artifact_at(store, "prepare").manifest.total_samples
+        assert artifact_at(store, "extract").manifest.total_samples == rows > 8
+
+
+class KilledInTheSecondUnit:
+    """A running engine whose process dies as one does that takes too much memory."""
+
+    def __init__(self, capture: VllmCapture) -> None:
+        self._capture, self._units = capture, -1
+        self.layer_ids, self.prompt_logprobs = capture.layer_ids, capture.prompt_logprobs
+
+    def capture(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
+        self._units += 1
+        if self._units < 2:
+            yield from self._capture.capture(rows)
+            return
+        # So many more that it is still at work when the first comes back.
+        captured = self._capture.capture([*rows] * 40)
+        yield next(captured)
+        core = self._capture._engine.llm.llm_engine.engine_core
+        (process,) = core.resources.engine_manager.processes
+        os.kill(process.pid, signal.SIGKILL)
+        yield from captured
+
+    def close(self) -> None:
+        """The fixture closes it."""
 
 
 class TestLlamaAnswers:
+    asked_to_stop = False
+
     @pytest.fixture(scope="class")
     @classmethod
     def generator(cls, llama: Path) -> Iterator[VllmGenerator]:
-        running = VllmGenerator(options(llama))
+        running = VllmGenerator(options(llama, between_steps=cls.stop_if_asked))
         yield running
         running.close()
+
+    @classmethod
+    def stop_if_asked(cls) -> None:
+        if cls.asked_to_stop:
+            raise Stopped("test")
+
+    def test_asked_to_stop_it_leaves_between_two_steps_and_can_be_asked_again(
+        self, generator: VllmGenerator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sampling = Sampling(max_tokens=8, ignore_end=True)
+        answers = generator.generate(ROWS[:3], sampling)
+        monkeypatch.setattr(TestLlamaAnswers, "asked_to_stop", True)
+        with pytest.raises(Stopped):
+            generator.generate(ROWS[3:6], sampling)
+        monkeypatch.setattr(TestLlamaAnswers, "asked_to_stop", False)
+        assert generator.generate(ROWS[:3], sampling) == answers
 
     def test_greedy_answers_are_those_of_transformers(
         self, generator: VllmGenerator, llama_reference: PreTrainedModel
@@ -352,13 +443,13 @@ class TestKimiCapture:
     def test_numeric_gate_passes_and_refuses_the_vision_towers_norm(
         self, capture: VllmCapture, kimi: Path, kimi_reference: PreTrainedModel
     ) -> None:
-        tensors = three_tensors(kimi_reference)
-        assert numeric_gate(capture, ROWS[1], **tensors, eps=1e-5).mean_difference < 1e-4
+        head = head_of(kimi_reference)
+        assert gate(capture, head).worst_row < 1e-4
         name = "vision_tower.encoder.final_layernorm.weight"
         index = json.loads((kimi / "model.safetensors.index.json").read_text())
-        tensors["norm_weight"] = load_file(kimi / index["weight_map"][name])[name]
+        towers = load_file(kimi / index["weight_map"][name])[name]
         with pytest.raises(CaptureInvalid, match="nats on average"):
-            numeric_gate(capture, ROWS[1], **tensors, eps=1e-5)
+            gate(capture, dataclasses.replace(head, norm=towers))
 
 
 class TestKimiWithADraft:
@@ -438,9 +529,28 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="max_seq_len"):
             VllmGenerator(options(llama, max_model_len=4096))
 
-    def test_b104_too_little_memory_for_one_row(self, llama: Path) -> None:
+    def test_b104_too_little_memory_for_one_row(
+        self, llama: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(ConfigError, match=r"No available memory.*or use more GPUs"):
             VllmGenerator(options(llama, extra={"kv_cache_memory_bytes": 1 << 16}))
+        shown = capfd.readouterr().err
+        assert "NUMA" not in shown
+        assert "Loading" not in shown
+
+    def test_what_nobody_expected_on_standard_error_is_shown(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        with expected_lines_left_out():
+            os.write(2, b"[W1] Warning: NUMA binding: Using MEMBIND policy for all.\n")
+            os.write(2, b"CUDA error: an illegal memory access\n")
+        os.write(2, b"afterwards\n")
+        assert capfd.readouterr().err == "CUDA error: an illegal memory access\nafterwards\n"
+
+    def test_a_dead_engines_last_exception_is_its_sentence(self) -> None:
+        log = "ERROR EngineCore fatal\nTraceback:\n  File x\ntorch.OutOfMemoryError: CUDA is full\n"
+        assert died(log).found == "torch.OutOfMemoryError: CUDA is full"
+        assert "killed" in died("").found
 
     def test_b104_the_words_of_another_process_are_read_from_its_log(self, tmp_path: Path) -> None:
         """Its exception stays there; the exception here only says that there was one."""

@@ -103,3 +103,19 @@ def test_work_lies_beside_the_artefact_and_never_inside(run):
         "work/extract/claim.json",
         "work/extract/units/000000.json",
     ]
+
+
+def test_what_each_worker_measured_is_kept_and_measured_anew_replaced(run):
+    work = Work(run, "extract")
+    assert work.kept_figures("gate") == []
+    work.keep_figures("gate", 1, {"nats": 0.5})
+    work.keep_figures("gate", 0, {"nats": 0.25})
+    work.keep_figures("gate", 1, {"nats": 0.75})
+    assert work.kept_figures("gate") == [{"nats": 0.25}, {"nats": 0.75}]
+    assert work.finished() == {}
+
+
+def test_what_is_no_figures_is_refused(run):
+    run.write_bytes("work/extract/gate/000000.json", b"[1]")
+    with pytest.raises(ManifestInvalid, match="figures"):
+        Work(run, "extract").kept_figures("gate")

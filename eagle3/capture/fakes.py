@@ -29,6 +29,7 @@ class FakeCapture:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         vocab_size, hidden_size = lm_head.shape
+        self._layer_ids = tuple(layer_ids)
         self._norm_weight = norm_weight
         self._lm_head = lm_head
         self._eps = eps
@@ -46,6 +47,10 @@ class FakeCapture:
             states = self._table[token_ids]
             states[1:] += 0.1 * self._table[token_ids[:-1]]
             yield CapturedRow(token_ids, states.to(self._dtype))
+
+    def layer_ids(self) -> tuple[int, ...]:
+        """See `Capture.layer_ids`."""
+        return self._layer_ids
 
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """See `Capture.prompt_logprobs`."""

@@ -27,6 +27,9 @@ class Capture(Protocol):
         has the same bytes.
         """
 
+    def layer_ids(self) -> tuple[int, ...]:
+        """Where the engine's own model says that it takes states, ascending."""
+
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """The engine's own log-probability of each next prompt token: float32 `[T - 1]`, nats."""
 

@@ -7,7 +7,6 @@ What of vLLM 0.32.0 is relied on; a test looks every name up, so that an upgrade
 and not in a run:
 
     vllm.LLM.enqueue
-    vllm.LLM.wait_for_completion
     vllm.LLM.sleep
     vllm.LLM.wake_up
     vllm.LLM.collective_rpc
@@ -23,6 +22,7 @@ and not in a run:
     vllm.v1.engine.llm_engine.LLMEngine.has_unfinished_requests
     vllm.v1.engine.llm_engine.LLMEngine.abort_request
     vllm.v1.engine.core_client.EngineCoreClient.shutdown
+    vllm.v1.engine.exceptions.EngineDeadError
     vllm.v1.metrics.reader.Counter
     vllm.v1.metrics.reader.Vector
 

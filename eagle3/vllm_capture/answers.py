@@ -48,7 +48,8 @@ class VllmGenerator:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """See `Generator.generate`."""
         if sampling.temperature > 0:
-            self._engine.llm.collective_rpc("restart_random", args=(sampling.seed,))
+            with self._engine.alive():
+                self._engine.llm.collective_rpc("restart_random", args=(sampling.seed,))
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import os
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from eagle3.config import EngineConfig
 from eagle3.errors import ConfigError
-from eagle3.vllm_capture.refusals import explain, read_errors, write_logging_config
-from eagle3.vllm_capture.seams import let_llvmlite_be_looked_at
+from eagle3.vllm_capture.environment import (
+    environment_of,
+    expected_lines_left_out,
+    expected_warnings,
+    set_for_now,
+)
+from eagle3.vllm_capture.refusals import died, explain, read_errors, write_logging_config
+from eagle3.vllm_capture.watch import DeathWatch
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache of a CPU engine where `extra` names no `kv_cache_memory_bytes`."""
@@ -41,6 +45,7 @@ OWN_ARGUMENTS = frozenset(
         "enable_chunked_prefill",
         "speculative_config",
         "kv_transfer_config",
+        "use_tqdm_on_load",
         "worker_extension_cls",
         "disable_log_stats",
         "per_request_spec_decode_metrics",
@@ -48,6 +53,10 @@ OWN_ARGUMENTS = frozenset(
     }
 )
 """Engine arguments that follow from our own options: `extra` may not carry them."""
+
+
+def _go_on() -> None:
+    """Nobody asks to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +86,43 @@ class EngineOptions:
     each process imports torch and vLLM again, which takes most of the start there."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments of vLLM, passed on as they are."""
+    between_steps: Callable[[], None] = _go_on
+    """Called before each step of the engine's; what it raises gives the requests up."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: EngineConfig,
+        *,
+        model: Path,
+        max_model_len: int,
+        trust_remote_code: bool,
+        between_steps: Callable[[], None],
+    ) -> EngineOptions:
+        """What a stage's `engine` section asks for; the rest as above."""
+        return cls(
+            model=model,
+            max_model_len=max_model_len,
+            dtype=engine.dtype,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            max_num_seqs=engine.max_num_seqs,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
+            extra=engine.extra,
+            between_steps=between_steps,
+        )
 
 
 class Engine:
-    """A running vLLM, with the two things that every use of it needs.
+    """A running vLLM, with what every use of it needs.
 
     Args:
         options: see there.
         arguments: what the use itself adds (speculative_config, ...).
         mla_off: keep an MLA verifier from its latent attention kernels: on CPUs they cannot
             stand beside a draft's ordinary attention.
+
+    Raises ConfigError, VerifierInvalid or EnvironmentMisconfigured where it does not start.
     """
 
     def __init__(
@@ -94,27 +130,42 @@ class Engine:
     ) -> None:
         config = _read_config(options.model)
         self.separate_process = _separate_process(options)
+        self._between_steps = options.between_steps
         everything = {
             **_common_arguments(options),
             **_platform_arguments(config),
             **_checked_extra(options),
             **arguments,
         }
-        environment = _environment(options, self.separate_process, mla_off=mla_off)
-        with tempfile.TemporaryDirectory(prefix="eagle3-engine-") as folder:
-            log = write_logging_config(Path(folder), environment["VLLM_LOGGING_LEVEL"])
-            environment["VLLM_LOGGING_CONFIG_PATH"] = str(log)
-            try:
-                with _set_for_now(environment), _expected_warnings():
-                    self.llm = LLM(**everything)
-            except (RuntimeError, ValueError) as error:
-                if not self.separate_process:
-                    cleanup_dist_env_and_memory()
-                said = f"{error}\n{read_errors(Path(folder))}"
-                explained = explain(said, options.model, options.max_model_len)
-                if explained is None:
-                    raise
-                raise explained from error
+        environment = environment_of(
+            self.separate_process, num_threads=options.num_threads, mla_off=mla_off
+        )
+        # Kept as long as the engine: its processes log their errors into it to the end.
+        self._folder = tempfile.TemporaryDirectory(prefix="eagle3-engine-")
+        log = write_logging_config(Path(self._folder.name), environment["VLLM_LOGGING_LEVEL"])
+        environment["VLLM_LOGGING_CONFIG_PATH"] = str(log)
+        self.llm = self._started(options, everything, environment)
+        self._watch: DeathWatch | None = None
+        if self.separate_process:
+            self._watch = DeathWatch(self.llm.llm_engine.engine_core)
+
+    def _started(
+        self, options: EngineOptions, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> LLM:
+        # Processes of its own keep this one's standard error, and are told not to write there.
+        quiet = nullcontext() if self.separate_process else expected_lines_left_out()
+        try:
+            with set_for_now(environment), expected_warnings(), quiet:
+                return LLM(**arguments)
+        except (RuntimeError, ValueError) as error:
+            if not self.separate_process:
+                cleanup_dist_env_and_memory()
+            said = f"{error}\n{read_errors(Path(self._folder.name))}"
+            self._folder.cleanup()
+            explained = explain(said, options.model, options.max_model_len)
+            if explained is None:
+                raise
+            raise explained from error
 
     def enqueue(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
         """Hand over all prompts before the first step; returns the requests' ids, in order.
@@ -123,29 +174,64 @@ class Engine:
         are still on their way, and which prompts share a step would depend on the clock.
         """
         tokens = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        if self.separate_process:
-            self.llm.sleep(level=0, mode="keep")
-        internal_names = self.llm.enqueue(tokens, params, use_tqdm=False)
-        if self.separate_process:
-            self.llm.wake_up(tags=["scheduling"])
+        with self.alive():
+            if self.separate_process:
+                self.llm.sleep(level=0, mode="keep")
+            internal_names = self.llm.enqueue(tokens, params, use_tqdm=False)
+            if self.separate_process:
+                self.llm.wake_up(tags=["scheduling"])
         # Outputs come back under the name without the random ending that vLLM adds.
         return [name.rpartition("-")[0] for name in internal_names]
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; returns the requests that it finished.
+
+        An engine in a process of its own steps by itself, and is asked only while it has work.
+        """
+        llm_engine = self.llm.llm_engine
+        if self.separate_process and not llm_engine.has_unfinished_requests():
+            return []
+        with self.alive():
+            return [output for output in llm_engine.step() if output.finished]
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
         """Hand over all prompts, run to the end, and return the outputs in order."""
         names = self.enqueue(prompts, params)
-        outputs = self.llm.wait_for_completion(RequestOutput, use_tqdm=False)
-        by_name = {output.request_id: output for output in outputs}
-        return [by_name[name] for name in names]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            while len(finished) < len(names):
+                self._between_steps()
+                finished.update((output.request_id, output) for output in self.step())
+        finally:
+            if waiting := [name for name in names if name not in finished]:
+                self.give_up(waiting)
+        return [finished[name] for name in names]
+
+    def give_up(self, names: Sequence[str]) -> None:
+        """Forget requests, after an error or when nobody waits for them; closed, there are none."""
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.abort_request(list(names))
+            self.step()
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Around whatever is asked of it: raises ServiceUnavailable where its processes died."""
+        try:
+            yield
+        except EngineDeadError as error:
+            raise died(read_errors(Path(self._folder.name))) from error
 
     def close(self) -> None:
         """Stop the engine; the process can start another."""
+        if self._watch is not None:
+            self._watch.close()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         if self.separate_process:
             gc.collect()
         else:
             cleanup_dist_env_and_memory()
+        self._folder.cleanup()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,15 +243,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def uses_mla(config: Mapping[str, Any]) -> bool:
     """Whether the text model has multi-head latent attention (DeepSeek, Kimi)."""
     return bool(text_config(config).get("kv_lora_rank"))
-
-
-@contextmanager
-def _expected_warnings() -> Iterator[None]:
-    """Upstream's own: a CPU worker looks at everything in every module, torch's deprecated
-    objects too."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
-        yield
 
 
 def _read_config(model: Path) -> dict[str, Any]:
@@ -190,52 +267,6 @@ def _separate_process(options: EngineOptions) -> bool:
     if options.separate_process is not None:
         return options.separate_process
     return not current_platform.is_cpu()
-
-
-def _environment(
-    options: EngineOptions, separate_process: bool, *, mla_off: bool
-) -> dict[str, str]:
-    """What vLLM reads at its start from the environment only, and its processes inherit.
-
-    Threads: left alone, vLLM keeps one core free for its scheduler process, or two where
-    states are captured, unless that would leave none: on two cores a plain engine then computes
-    on one and a capturing one on both. It also pins to cores, so that two engines share the
-    same. Here every engine gets the threads that were asked for, and is not pinned.
-    """
-    wanted = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if current_platform.is_cpu():
-        threads = options.num_threads or len(os.sched_getaffinity(0))
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        wanted["OMP_NUM_THREADS"] = str(threads)
-        wanted["VLLM_MLA_DISABLE"] = "1" if mla_off else "0"
-    return wanted
-
-
-@contextmanager
-def _set_for_now(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment, and what this process already took from it; put it back at the end."""
-    before = {name: os.environ.get(name) for name in wanted}
-    envs.disable_envs_cache()
-    os.environ.update(wanted)
-    logging.getLogger("vllm").setLevel(wanted["VLLM_LOGGING_LEVEL"])
-    if "OMP_NUM_THREADS" in wanted:
-        torch.set_num_threads(int(wanted["OMP_NUM_THREADS"]))
-    if wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
-        let_llvmlite_be_looked_at()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _common_arguments(options: EngineOptions) -> dict[str, Any]:
@@ -264,7 +295,8 @@ def _common_arguments(options: EngineOptions) -> dict[str, Any]:
         "trust_remote_code": options.trust_remote_code,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
-        "worker_extension_cls": "eagle3.vllm_capture.worker.SeedableWorker",
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "eagle3.vllm_capture.worker.TaughtWorker",
         "seed": options.seed,
     }
 

@@ -1,11 +1,18 @@
-"""What an engine that will not start means to the person who asked for it."""
+"""What an engine that will not start, or dies, means to the person who asked for it."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
-from eagle3.errors import ConfigError, Eagle3Error, EnvironmentMisconfigured, VerifierInvalid
+from eagle3.errors import (
+    ConfigError,
+    Eagle3Error,
+    EnvironmentMisconfigured,
+    ServiceUnavailable,
+    VerifierInvalid,
+)
 
 _TOO_LITTLE_MEMORY = (
     "larger than the available KV cache memory",
@@ -14,6 +21,8 @@ _TOO_LITTLE_MEMORY = (
     "Available memory on node",
     "CUDA out of memory",
 )
+
+_RAISED = re.compile(r"[\w.]*(Error|Exception): ")
 
 _UNKNOWN_ARCHITECTURE = (
     "are not supported for now",
@@ -59,6 +68,23 @@ def explain(text: str, model: Path, max_model_len: int) -> Eagle3Error | None:
             remedy="read the engine's own error in the log above",
         )
     return None
+
+
+def died(text: str) -> ServiceUnavailable:
+    """One sentence for an engine whose processes ended while it was at work.
+
+    Args:
+        text: what they logged as errors; nothing where they were killed.
+    """
+    raised = [line.strip() for line in text.splitlines() if _RAISED.match(line)]
+    silent = "its process ended without a word, as one does that is killed for its memory"
+    return ServiceUnavailable(
+        "engine",
+        wanted="an engine that answers",
+        found=raised[0][:300] if raised else silent,
+        remedy="run the stage again, which goes on from the finished units; where it comes again,"
+        " lower engine.max_num_seqs or engine.gpu_memory_utilization",
+    )
 
 
 def _line_with(words: tuple[str, ...], text: str) -> str | None:

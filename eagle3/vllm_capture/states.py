@@ -70,14 +70,24 @@ class VllmCapture:
                 )
         return self._run(rows)
 
+    def layer_ids(self) -> tuple[int, ...]:
+        """See `Capture.layer_ids`; every worker of the engine must say the same."""
+        with self._engine.alive():
+            named = {tuple(ids) for ids in self._engine.llm.collective_rpc("layers_captured")}
+        return named.pop() if len(named) == 1 else ()
+
     def _run(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
-        """Step the engine; yield each row as soon as it and those before it are written."""
+        """Step the engine; yield each row as soon as it and those before it are written.
+
+        States are written in the step after the one that finished their request. An engine in
+        a process of its own takes that step by itself, and the file's lock tells when.
+        """
         waiting = self._engine.enqueue(rows, _ONE_TOKEN)
         finished: dict[str, str] = {}
         try:
             while waiting:
                 written = set(finished)
-                for output in self._step():
+                for output in self._engine.step():
                     assert output.request_id in waiting
                     finished[output.request_id] = _path(output)
                 while waiting and waiting[0] in written:
@@ -91,26 +101,14 @@ class VllmCapture:
 
         A file that an engine of its own process writes later goes with the directory.
         """
-        self._engine.llm.llm_engine.abort_request(list(waiting))
-        self._step()
-        for path in Path(self._directory).iterdir():
+        self._engine.give_up(waiting)
+        for path in Path(self._directory).glob("*"):
             path.unlink(missing_ok=True)
-
-    def _step(self) -> list[RequestOutput]:
-        """One step of the engine; returns the requests that it finished.
-
-        States are written in the step after the one that finished their request. An engine in
-        a process of its own takes that step by itself, and the file's lock tells when.
-        """
-        llm_engine = self._engine.llm.llm_engine
-        if self._engine.separate_process and not llm_engine.has_unfinished_requests():
-            return []
-        return [output for output in llm_engine.step() if output.finished]
 
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """See `Capture.prompt_logprobs`."""
         (output,) = self._engine.run([ids], _WITH_PROMPT_LOGPROBS)
-        self._step()
+        self._engine.step()
         _take(_path(output))
         assert output.prompt_logprobs is not None
         chosen = [
