@@ -4,12 +4,14 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 STORE ?= file://$(CURDIR)/runs/demo
+# A worker of pytest with an engine takes up to 4 GB of memory.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Workers of vLLM and loaders of the trainer are spawned, and must find the project too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lint lock bench-extract clean
+.PHONY: help setup demo test check lint unit lock bench-extract clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -22,20 +24,18 @@ demo: setup ## train and measure a draft for SmolLM2-135M on human chats, all st
 	@.venv/bin/eagle3 run --config docs/examples/demo.yaml --store $(STORE)
 
 test: setup ## every test, as CI runs them
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest $(WORKERS)
 
 check: setup ## lint, types and the tests without engines: the inner loop
-	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit-0 unit-1
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
 
 lint:
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 
-# Every second test file, so that two cores share them.
-unit-%:
-	@$(PYTHON) -m pytest -q -m "not engine and not slow" \
-	  $$(ls tests/test_*.py | awk 'NR % 2 == $*')
+unit:
+	@$(PYTHON) -m pytest -q $(WORKERS) -m "not engine and not slow"
 
 lock: setup ## compile requirements.txt from pyproject.toml
 	@bash .ci/lock

@@ -1,18 +1,42 @@
-"""What every test may count on: the project on the path of what it starts, and a real S3 server."""
+"""What every test may count on: the project on the path of what it starts, and a real S3 server.
+
+Tests run on every core (pytest-xdist), a file at a time, since a file shares its engines.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.s3_server import S3Server, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker cores of its own, before anything counts them: the thread pools of two
+    engines on the same cores wait for each other in busy loops."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        mine = cores[int(worker["workerid"][2:]) :: worker["workercount"]]
+        os.sched_setaffinity(0, mine or cores)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files with slow tests and engines first, so that no worker begins one at the end."""
+    weights = Counter[Path]()
+    for item in items:
+        for mark in item.iter_markers():
+            weights[item.path] += {"slow": 100, "engine": 1}.get(mark.name, 0)
+    items.sort(key=lambda item: -weights[item.path])
 
 
 @contextlib.contextmanager
