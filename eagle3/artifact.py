@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from eagle3 import manifest as manifests
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
+from eagle3.stages import STAGES
 from eagle3.store import Store, open_store, sha256_of_file
 
 
@@ -35,6 +37,72 @@ class Artifact:
         """How a consumer's manifest records it."""
         return InputRef(artifact=self.manifest.artifact, url=self.store.url, digest=self.digest)
 
+    def entry(self, path: str) -> FileEntry:
+        """What the manifest says of an object. Raises ManifestInvalid where it names none such."""
+        found = self._entries.get(path)
+        if found is None:
+            raise self._differs(path, "an object that the manifest names", "none of that name")
+        return found
+
+    def read(self, path: str) -> bytes:
+        """An object's bytes, proven to be those of the manifest. Raises ManifestInvalid."""
+        entry = self.entry(path)
+        try:
+            data = self.store.read_bytes(path)
+        except FileNotFoundError as error:
+            raise self._gone(entry) from error
+        self._prove(entry, len(data), hashlib.sha256(data).hexdigest())
+        return data
+
+    def fetch(self, path: str, to: Path) -> None:
+        """Copy an object into a local file, proven as by `read`. Raises ManifestInvalid."""
+        entry = self.entry(path)
+        try:
+            self.store.get_file(path, to)
+        except FileNotFoundError as error:
+            raise self._gone(entry) from error
+        self._prove(entry, to.stat().st_size, sha256_of_file(to))
+
+    def local(self, path: str, folder: Path) -> Path:
+        """An object as a local file, proven as by `read`; it is not to be changed.
+
+        Where the store is on this machine that is the object itself, else a copy below `folder`.
+        """
+        here = self.store.local_path(path)
+        if here is None:
+            copy = folder / path
+            if not copy.is_file() or sha256_of_file(copy) != self.entry(path).sha256:
+                self.fetch(path, copy)
+            return copy
+        entry = self.entry(path)
+        if not here.is_file():
+            raise self._gone(entry)
+        self._prove(entry, here.stat().st_size, sha256_of_file(here))
+        return here
+
+    @cached_property
+    def _entries(self) -> dict[str, FileEntry]:
+        return {entry.path: entry for entry in self.manifest.files}
+
+    def _prove(self, entry: FileEntry, size: int, sha256: str) -> None:
+        if size != entry.bytes:
+            wanted = f"{entry.bytes} bytes, as the manifest says"
+            raise self._differs(entry.path, wanted, f"{size} bytes")
+        if sha256 != entry.sha256:
+            wanted = f"sha256 {entry.sha256[:16]}, as the manifest says"
+            raise self._differs(entry.path, wanted, f"{sha256[:16]}, other bytes")
+
+    def _gone(self, entry: FileEntry) -> ManifestInvalid:
+        return self._differs(entry.path, f"{entry.bytes} bytes, as the manifest says", "no object")
+
+    def _differs(self, path: str, wanted: str, found: str) -> ManifestInvalid:
+        return ManifestInvalid(
+            f"{self.store.url}/{path}",
+            wanted=wanted,
+            found=found,
+            remedy=_again(self.manifest.artifact),
+        )
+
 
 def find(store: Store) -> Artifact | None:
     """The artefact at a prefix, or None where nothing is committed. Raises ManifestInvalid."""
@@ -42,7 +110,8 @@ def find(store: Store) -> Artifact | None:
         data = store.read_bytes(MANIFEST_NAME)
     except FileNotFoundError:
         return None
-    return Artifact(store=store, manifest=manifests.decode(data, f"{store.url}/{MANIFEST_NAME}"))
+    where = f"{store.url}/{MANIFEST_NAME}"
+    return Artifact(store=store, manifest=manifests.decode(data, where, store.read_bytes))
 
 
 def commit(store: Store, manifest: Manifest) -> Artifact:
@@ -53,8 +122,13 @@ def commit(store: Store, manifest: Manifest) -> Artifact:
     """
     where = f"{store.url}/{MANIFEST_NAME}"
     manifests.check(manifest, where)
+    stored = manifest
+    if len(manifest.files) > manifests.MOST_INLINE:
+        stored, lines = manifests.split(manifest)
+        assert stored.index is not None, "split names an index"
+        store.create_bytes(stored.index.path, lines)
     try:
-        store.create_bytes(MANIFEST_NAME, manifests.encode(manifest))
+        store.create_bytes(MANIFEST_NAME, manifests.encode(stored))
     except FileExistsError:
         standing = find(store)
         if standing is None or manifests.digest(standing.manifest) != manifests.digest(manifest):
@@ -93,7 +167,9 @@ def put(
             f"{store.url}/{path}",
             wanted="the bytes that these inputs give",
             found="others, as of another version of eagle3",
-            remedy="give this run a store prefix of its own",
+            remedy="delete it, for no manifest names it"
+            if timed and not store.exists(MANIFEST_NAME)
+            else "give this run a store prefix of its own",
         ) from error
     return FileEntry(
         path=path, bytes=size, sha256=sha256, samples=samples, tokens=tokens, timed=timed
@@ -141,7 +217,7 @@ def _require_facts(artifact: Artifact) -> None:
                 f"{artifact.store.url}/{MANIFEST_NAME}: {field}",
                 wanted="the facts of the one it was made for",
                 found="none",
-                remedy=f"run {artifact.manifest.artifact} again under a prefix of its own",
+                remedy=_again(artifact.manifest.artifact),
             )
 
 
@@ -155,8 +231,13 @@ def _check_objects(artifact: Artifact) -> None:
                 f"{artifact.store.url}/{entry.path}",
                 wanted=f"{entry.bytes} bytes, as its manifest says",
                 found="no object" if found is None else f"{found} bytes",
-                remedy=f"run {artifact.manifest.artifact} again under a prefix of its own",
+                remedy=_again(artifact.manifest.artifact),
             )
+
+
+def _again(kind: str) -> str:
+    stage = next((stage.name for stage in STAGES if kind in stage.writes), kind)
+    return f"run {stage} again under a prefix of its own"
 
 
 def cross_check(inputs: Mapping[str, Artifact]) -> None:
@@ -164,7 +245,7 @@ def cross_check(inputs: Mapping[str, Artifact]) -> None:
 
     Raises ManifestInvalid naming the field, the two inputs and both values.
     """
-    _agree(inputs, "verifier", lambda m: m.verifier)
+    _agree(inputs, "verifier", lambda m: m.verifier and m.verifier.elsewhere())
     _agree(inputs, "tokenizer", lambda m: m.tokenizer)
     _same_upstreams(inputs)
 

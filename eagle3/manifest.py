@@ -8,7 +8,7 @@ keeps the ten fields of version 1 under their names and types.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +24,9 @@ LAYER_ID_CONVENTION = "input_of_layer"
 FINAL_HIDDEN_STATE = "pre_norm"
 STATES_DTYPE = "bfloat16"
 
+# Past so many objects a manifest names an index of them and not each by itself.
+MOST_INLINE = 1000
+
 # Where and when work was done does not change what it is: none of these enter the digest.
 # `config` is left out because `identity` stands for the part of it that affects the result.
 _NOT_IN_DIGEST = frozenset(
@@ -31,6 +34,7 @@ _NOT_IN_DIGEST = frozenset(
         "created_at",
         "produced_by",
         "config",
+        "index",
         "measured",
         "model_path",
         "total_time_seconds",
@@ -54,6 +58,15 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timed: bool = False
 
 
+class FileIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """The object that lists an artefact's objects, a `FileEntry` in JSON on each line."""
+
+    path: str
+    bytes: int
+    sha256: str
+    objects: int
+
+
 class InputRef(msgspec.Struct, frozen=True, kw_only=True):
     """An upstream artefact as it was read: its kind, where it lay, and its content digest."""
 
@@ -70,17 +83,24 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-class VerifierFacts(msgspec.Struct, frozen=True, kw_only=True):
+class VerifierFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which verifier the data belongs to, never by path alone.
 
-    `fingerprint` covers config.json, the weight index and the bytes of the three tensors that
-    later stages use. `vocab_size` is the number of rows of lm_head.
+    `fingerprint` covers config.json, the weight index, the bytes of the three tensors that later
+    stages use and pieces of every weight file, see `eagle3.verifier.fingerprint`. `vocab_size`
+    is the number of rows of lm_head. `commit` is that of a hub repository: it tells where the
+    weights lay and not what they are, so it is part of no comparison and of no digest.
     """
 
     fingerprint: str
     num_hidden_layers: int
     hidden_size: int
     vocab_size: int
+    commit: str = ""
+
+    def elsewhere(self) -> VerifierFacts:
+        """The same weights without the place that they were read from."""
+        return msgspec.structs.replace(self, commit="")
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +115,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         artifact: its kind, a word of `eagle3.stages.ARTIFACT_KINDS`.
+        files: every object, in memory; in a store none of them where `index` is set.
+        index: the object that lists them, in a store only, see `split`.
         inputs: input name -> the upstream manifest it was made from.
         sources: the conversations' files (prepare only).
         identity: hash of the inputs' digests and of the fields that affect the result.
@@ -108,6 +130,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     artifact: str
     identity: str
     files: tuple[FileEntry, ...]
+    index: FileIndex | None = None
     data_format_version: int = FORMAT_VERSION
     created_at: str = ""
     produced_by: dict[str, str] = {}
@@ -149,8 +172,29 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.json.format(plain, indent=2) + b"\n"
 
 
-def decode(data: bytes, where: str) -> Manifest:
-    """Read and check a manifest. `where` names it in an error.
+def split(manifest: Manifest) -> tuple[Manifest, bytes]:
+    """A manifest as it is stored past MOST_INLINE objects, and the bytes of its index.
+
+    The same objects give the same index under the same name.
+    """
+    encoder = msgspec.json.Encoder(order="sorted")
+    lines = b"".join(encoder.encode(entry) + b"\n" for entry in manifest.files)
+    sha256 = hashlib.sha256(lines).hexdigest()
+    index = FileIndex(
+        path=f"files-{sha256[:16]}.jsonl",
+        bytes=len(lines),
+        sha256=sha256,
+        objects=len(manifest.files),
+    )
+    return msgspec.structs.replace(manifest, files=(), index=index), lines
+
+
+def decode(data: bytes, where: str, read: Callable[[str], bytes] | None = None) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        where: names it in an error.
+        read: the bytes of an object beside it, for an index. Raises FileNotFoundError.
 
     Raises ManifestInvalid for anything that is no whole manifest of this version.
     """
@@ -184,8 +228,30 @@ def decode(data: bytes, where: str) -> Manifest:
             found=error,
             remedy="run the stage that wrote it again",
         ) from error
+    if manifest.index is not None:
+        files = _indexed(manifest.index, where, read)
+        manifest = msgspec.structs.replace(manifest, files=files, index=None)
     check(manifest, where)
     return manifest
+
+
+def _indexed(
+    index: FileIndex, where: str, read: Callable[[str], bytes] | None
+) -> tuple[FileEntry, ...]:
+    """The entries of an index, whose bytes are proven first. Raises ManifestInvalid."""
+    try:
+        lines = read(index.path) if read and "/" not in index.path else b""
+        if len(lines) != index.bytes or hashlib.sha256(lines).hexdigest() != index.sha256:
+            raise FileNotFoundError(f"{len(lines)} bytes, or other ones")
+        # Line by line: dicts of a hundred thousand entries would take many times the memory.
+        return tuple(msgspec.json.Decoder(FileEntry).decode_lines(lines))
+    except (FileNotFoundError, msgspec.DecodeError) as error:
+        raise ManifestInvalid(
+            f"{where}: index",
+            wanted=f"{index.path}, {index.bytes} bytes of sha256 {index.sha256[:16]}",
+            found=error,
+            remedy="run the stage that wrote it again under a prefix of its own",
+        ) from error
 
 
 def check(manifest: Manifest, where: str) -> None:
@@ -254,6 +320,7 @@ def digest(manifest: Manifest) -> str:
     ]
     for part in [*record.get("inputs", {}).values(), *record.get("sources", ())]:
         part.pop("url", None)
+    (record.get("verifier") or {}).pop("commit", None)
     return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()
 
 

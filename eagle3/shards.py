@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from eagle3.artifact import Artifact
 from eagle3.errors import ShardInvalid
 from eagle3.store import Store
 
@@ -134,7 +135,15 @@ def read_tokens(store: Store, ref: SampleRef) -> TokenRow:
 
 def read_rows(store: Store, path: str) -> list[TokenRow]:
     """Every token row of a shard (hidden states are left out), checked. Raises ShardInvalid."""
-    data = store.read_bytes(path)
+    return _rows_in(store.read_bytes(path), path)
+
+
+def rows_of(artifact: Artifact, path: str) -> list[TokenRow]:
+    """The same of a committed shard, of the manifest's bytes. Raises ManifestInvalid too."""
+    return _rows_in(artifact.read(path), path)
+
+
+def _rows_in(data: bytes, path: str) -> list[TokenRow]:
     length = _header_length(data, path)
     refs = _refs(data[_LENGTH_BYTES : _LENGTH_BYTES + length], path)
     end = refs[-1].offset + refs[-1].nbytes

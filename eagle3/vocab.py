@@ -240,10 +240,10 @@ def mapping_sha256(mapping: Mapping) -> str:
 def load_mapping(artifact: Artifact, *, vocab_size: int, required_ids: Iterable[int]) -> Mapping:
     """The mapping of a committed `vocab/` artefact: the one its manifest names by hash, no other.
 
-    Raises MappingInvalid.
+    Raises ManifestInvalid, MappingInvalid.
     """
     where = f"{artifact.store.url}/{MAPPING_NAME}"
-    data = artifact.store.read_bytes(MAPPING_NAME)
+    data = artifact.read(MAPPING_NAME)
     mapping = decode(data, where, vocab_size=vocab_size, required_ids=required_ids)
     wanted, found = artifact.manifest.facts.get("mapping_sha256"), mapping_sha256(mapping)
     if found != wanted:
@@ -252,14 +252,12 @@ def load_mapping(artifact: Artifact, *, vocab_size: int, required_ids: Iterable[
 
 
 def load_counts(artifact: Artifact, *, vocab_size: int) -> torch.Tensor:
-    """The token counts of a committed artefact of rows, int64 [V]. Raises MappingInvalid."""
+    """The token counts of a committed artefact of rows, int64 [V].
+
+    Raises ManifestInvalid, MappingInvalid.
+    """
     where = f"{artifact.store.url}/{COUNTS_NAME}"
-    entries = [entry for entry in artifact.manifest.files if entry.path == COUNTS_NAME]
-    if not entries:
-        raise _broken(where, "this object in the manifest of the rows", "none")
-    data = artifact.store.read_bytes(COUNTS_NAME)
-    if (found := hashlib.sha256(data).hexdigest()) != entries[0].sha256:
-        raise _broken(where, f"sha256 {entries[0].sha256}, as its manifest says", found)
+    data = artifact.read(COUNTS_NAME)
     return decode_counts(data, where, vocab_size=vocab_size)
 
 

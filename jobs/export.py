@@ -17,7 +17,7 @@ from eagle3.draft.checkpoints import CONFIG_NAME, DRAFT, DRAFT_FILES, MODEL_NAME
 from eagle3.draft.export import Wanted, check_export, write_config
 from eagle3.errors import ManifestInvalid
 from eagle3.manifest import FileEntry, Manifest
-from eagle3.store import Store, sha256_of_file
+from eagle3.store import Store
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs.process import StageRun, run_stage
@@ -95,17 +95,8 @@ def _assemble(trained: Artifact, part: str, scratch: Path, wanted: Wanted) -> Pa
     """One draft's serving folder, made from the train artefact's objects, every byte checked."""
     source, target = scratch / "trained" / part, scratch / "served" / part
     target.mkdir(parents=True)
-    entries = {entry.path: entry for entry in trained.manifest.files}
     for name in DRAFT_FILES:
-        path = source / name
-        trained.store.get_file(f"{part}/{name}", path)
-        if sha256_of_file(path) != entries[f"{part}/{name}"].sha256:
-            raise ManifestInvalid(
-                f"{trained.store.url}/{part}/{name}",
-                wanted=f"sha256 {entries[f'{part}/{name}'].sha256[:16]}, as its manifest says",
-                found="other bytes",
-                remedy="train again under a prefix of its own",
-            )
+        trained.fetch(f"{part}/{name}", source / name)
     write_config(source, target, wanted)
     (source / MODEL_NAME).rename(target / MODEL_NAME)
     return target

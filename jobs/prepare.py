@@ -47,7 +47,7 @@ def story(run: StageRun) -> str:
     commit_verifier(run, verifier, identity_of(fingerprints, stop_ids))
     num_rows = min(sum(rows for _, rows in measured), config.max_conversations or sys.maxsize)
     manifest = msgspec.structs.replace(
-        convert_rows(run, converter, sources, num_rows=num_rows, vocab_size=verifier.vocab_size),
+        convert_rows(run, converter, sources, num_rows=num_rows, verifier=verifier),
         identity=identity,
         sources=tuple(file for file, _ in measured),
         verifier=verifier.facts(),
@@ -85,13 +85,13 @@ def convert_rows(
     sources: Sequence[Source],
     *,
     num_rows: int,
-    vocab_size: int,
+    verifier: Verifier,
 ) -> Manifest:
     """Convert the first `num_rows` rows and write all objects of `prepare/`."""
     config = run.config.prepare
-    made = Preparation(run.output(), config, rows=num_rows, vocab_size=vocab_size)
+    made = Preparation(run.output(), config, rows=num_rows, vocab_size=verifier.vocab_size)
     converted = (
-        parallel_outcomes(run.config.verifier, config, sources, num_rows)
+        parallel_outcomes(verifier.pinned(run.config.verifier), config, sources, num_rows)
         if config.num_workers
         else outcomes(converter, sources, num_rows)
     )

@@ -131,7 +131,7 @@ class StageRun:
     def check_stop(self) -> None:
         """Raise Stopped when SIGTERM has come. Called where the work so far is saved."""
         if _stop.is_set():
-            raise Stopped("stage")
+            raise Stopped(self.stage.name)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -206,7 +206,9 @@ def guarded(name: str, body: Callable[[], None]) -> int:
     try:
         body()
     except Eagle3Error as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        # Many errors begin with the stage's name themselves: a field of its section, a stop.
+        told = str(error).removeprefix(f"{name}: ")
+        print(f"{name}: {told}", file=sys.stderr, flush=True)
         _write_termination({"stage": name, **error.as_record()})
         return error.exit_code
     except KeyboardInterrupt:

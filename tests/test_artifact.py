@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import tracemalloc
 
 import msgspec
 import pytest
 
 from eagle3 import artifact as artifacts
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
-from eagle3.manifest import FileEntry, Manifest
-from eagle3.store import Store, open_store
+from eagle3.manifest import MOST_INLINE, FileEntry, Manifest
+from eagle3.store import ObjectInfo, Store, open_store
 from tests.upstreams import HIDDEN_STATES, TOKENIZER, VERIFIER, commit, commit_upstreams, rewrite
 
 
@@ -116,6 +117,12 @@ def test_two_verifiers_are_refused_by_the_fact_that_differs(ready, field):
         artifacts.cross_check(inputs)
 
 
+def test_the_same_weights_from_another_commit_are_the_same_verifier(ready):
+    rewrite(ready, "vocab", verifier=msgspec.structs.replace(VERIFIER, commit="a" * 40))
+    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    artifacts.cross_check(inputs)
+
+
 def test_two_tokenizers_are_refused(ready):
     rewrite(ready, "vocab", tokenizer=msgspec.structs.replace(TOKENIZER, size=9))
     inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
@@ -171,3 +178,117 @@ def test_the_one_missing_object_of_thousands_is_named(run):
     store.delete(names[1234])
     with pytest.raises(ManifestInvalid, match=names[1234]):
         gate(run, "prepare")
+
+
+@pytest.fixture(params=["memory", "file"])
+def stored(request, tmp_path) -> artifacts.Artifact:
+    """A committed artefact, in a store of this machine and in one that is not."""
+    url = {"memory": f"memory://artifact-{secrets.token_hex(4)}", "file": str(tmp_path / "run")}
+    return commit(open_store(url[request.param]), "prepare")
+
+
+NAME = "prepare-000001.safetensors"
+
+
+def read_in_all_ways(artifact: artifacts.Artifact, path: str, folder) -> list[bytes]:
+    artifact.fetch(path, folder / "copy")
+    here = artifact.local(path, folder / "below")
+    return [artifact.read(path), (folder / "copy").read_bytes(), here.read_bytes()]
+
+
+def test_what_is_read_of_an_artefact_is_what_its_manifest_names(stored, tmp_path):
+    assert read_in_all_ways(stored, NAME, tmp_path) == [b"prepare 1" * 10] * 3
+
+
+def test_a_local_object_is_used_where_it_lies_and_a_remote_one_is_copied(stored, tmp_path):
+    here = stored.local(NAME, tmp_path / "below")
+    assert here == (stored.store.local_path(NAME) or tmp_path / "below" / NAME)
+
+
+@pytest.mark.parametrize("way", ["read", "fetch", "local"])
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"prepare 2" * 10, r"wanted sha256 .*, other bytes"),
+        (b"prepare 1" * 9, r"wanted 90 bytes, as the manifest says, found 81 bytes"),
+        (None, r"wanted 90 bytes, as the manifest says, found no object"),
+    ],
+    ids=["changed", "cut", "gone"],
+)
+def test_other_bytes_than_the_manifests_are_never_handed_on(stored, tmp_path, way, data, told):
+    stored.store.delete(NAME)
+    if data is not None:
+        stored.store.write_bytes(NAME, data)
+    with pytest.raises(ManifestInvalid, match=told) as caught:
+        {
+            "read": lambda: stored.read(NAME),
+            "fetch": lambda: stored.fetch(NAME, tmp_path / "copy"),
+            "local": lambda: stored.local(NAME, tmp_path / "below"),
+        }[way]()
+    assert "run prepare again under a prefix of its own" in str(caught.value)
+
+
+def test_an_object_that_the_manifest_does_not_name_is_not_read(stored):
+    stored.store.write_bytes("rows-000009.jsonl", b"{}")
+    with pytest.raises(ManifestInvalid, match="found none of that name"):
+        stored.read("rows-000009.jsonl")
+
+
+def test_what_a_killed_process_left_of_a_timed_object_may_be_deleted(run):
+    store = run.child("evaluate")
+    artifacts.put(store, "report.html", b"slow", timed=True)
+    with pytest.raises(IdentityConflict, match="delete it, for no manifest names it"):
+        artifacts.put(store, "report.html", b"fast", timed=True)
+    assert store.read_bytes("report.html") == b"slow"
+    commit(run, "evaluate")
+    with pytest.raises(IdentityConflict, match="give this run a store prefix of its own"):
+        artifacts.put(store, "report.html", b"fast", timed=True)
+
+
+def commit_many(run: Store, count: int) -> artifacts.Artifact:
+    """An artefact that says it has so many objects; only the manifest's part is written."""
+    files = tuple(
+        FileEntry(path=f"hidden-{i:06d}.safetensors", bytes=1, sha256=f"{i:064x}", samples=1)
+        for i in range(count)
+    )
+    sums = {"rows_in": count, "rows_kept": count, "total_samples": count, "total_tokens": 0}
+    return commit(run, "extract", files=files, **sums, **HIDDEN_STATES)
+
+
+@pytest.mark.parametrize("count", [MOST_INLINE, MOST_INLINE + 1])
+def test_a_manifest_of_many_objects_reads_as_one_of_few(run, count):
+    made = commit_many(run, count)
+    found = artifacts.find(run.child("extract"))
+    assert found is not None
+    assert found.manifest == made.manifest
+    assert found.digest == made.digest
+    names = {info.path for info in run.child("extract").list() if info.path.startswith("files-")}
+    assert len(names) == (count > MOST_INLINE)
+    assert commit_many(run, count).manifest == made.manifest
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "changed"])
+def test_a_damaged_index_is_refused_by_the_gate(run, damage):
+    commit_many(run, MOST_INLINE + 1)
+    store = run.child("extract")
+    (name,) = (info.path for info in store.list() if info.path.startswith("files-"))
+    lines = store.read_bytes(name)
+    store.delete(name)
+    if damage != "gone":
+        store.write_bytes(
+            name,
+            lines[:-1] if damage == "cut" else lines.replace(b'"samples":1', b'"samples":2', 1),
+        )
+    with pytest.raises(ManifestInvalid, match=r"data_config\.json: index: wanted files-"):
+        gate(run, "extract")
+
+
+def test_the_gate_takes_a_hundred_thousand_objects_with_little_memory(run, monkeypatch):
+    commit_many(run, 100_000)
+    found = [ObjectInfo(path=f"hidden-{i:06d}.safetensors", bytes=1) for i in range(100_000)]
+    monkeypatch.setattr(Store, "list", lambda self: found)
+    tracemalloc.start()
+    assert gate(run, "extract").manifest.total_samples == 100_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 120 * 2**20

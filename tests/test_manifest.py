@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from eagle3.errors import ManifestInvalid
 from eagle3.manifest import (
+    MOST_INLINE,
     FileEntry,
     InputRef,
     Manifest,
@@ -22,6 +25,7 @@ from eagle3.manifest import (
     digest,
     encode,
     identity_of,
+    split,
     totals,
 )
 
@@ -166,6 +170,7 @@ def test_objects_outside_the_prefix_or_named_twice_are_refused(path):
         {"config": {"unit_rows": 1}},
         {"inputs": {"rows": InputRef(artifact="prepare", url="s3://b/p", digest="d" * 64)}},
         {"sources": (SourceFile(url="/tmp/chats.jsonl", bytes=4, sha256="c" * 64),)},
+        {"verifier": msgspec.structs.replace(MANIFEST.verifier, commit="a" * 40)},
     ],
     ids=lambda same: next(iter(same)),
 )
@@ -227,3 +232,105 @@ def test_an_identity_is_the_same_exactly_for_the_same_inputs_and_settings(inputs
 def test_totals_are_sums_over_objects():
     assert totals(FILES) == (3, 12)
     assert totals(iter(())) == (0, 0)
+
+
+SMALL = Manifest(
+    artifact="prepare",
+    identity="ii",
+    files=(FileEntry(path="rows-000000.safetensors", bytes=10, sha256="aa", samples=2, tokens=7),),
+    rows_in=3,
+    rows_kept=2,
+    rejected={"too_long": 1},
+    total_samples=2,
+    total_tokens=7,
+)
+# What lies in stores today: these bytes must be written and read as they are, forever.
+_REST = """  "rejected": {
+    "too_long": 1
+  },
+  "rows_in": 3,
+  "rows_kept": 2,
+  "total_samples": 2,
+  "total_tokens": 7
+}
+"""
+GOLDEN = (
+    """{
+  "artifact": "prepare",
+  "data_format_version": 2,
+  "files": [
+    {
+      "bytes": 10,
+      "path": "rows-000000.safetensors",
+      "samples": 2,
+      "sha256": "aa",
+      "tokens": 7
+    }
+  ],
+  "identity": "ii",
+"""
+    + _REST
+)
+GOLDEN_WITH_INDEX = (
+    """{
+  "artifact": "prepare",
+  "data_format_version": 2,
+  "files": [],
+  "identity": "ii",
+  "index": {
+    "bytes": 83,
+    "objects": 1,
+    "path": "files-94e62b2112ff68a8.jsonl",
+    "sha256": "94e62b2112ff68a80c3c2c259ebf7ce0229f6b0f37c61e9774d1ecbee9d883e9"
+  },
+"""
+    + _REST
+)
+GOLDEN_LINES = (
+    b'{"bytes":10,"path":"rows-000000.safetensors","samples":2,"sha256":"aa","tokens":7}\n'
+)
+GOLDEN_DIGEST = "254dd3d3cb5625a9d35f7801bfb4d4e88b6725c60af17c9991d51cc62c53d866"
+
+
+def beside(lines: bytes) -> Callable[[str], bytes]:
+    """The index where its manifest says that it is."""
+    return {"files-94e62b2112ff68a8.jsonl": lines}.__getitem__
+
+
+def test_the_bytes_of_a_manifest_are_frozen():
+    assert encode(SMALL).decode() == GOLDEN
+    assert decode(GOLDEN.encode(), "m") == SMALL
+    assert digest(SMALL) == GOLDEN_DIGEST
+
+
+def test_the_bytes_of_a_manifest_with_an_index_are_frozen():
+    stored, lines = split(SMALL)
+    assert (encode(stored).decode(), lines) == (GOLDEN_WITH_INDEX, GOLDEN_LINES)
+    found = decode(GOLDEN_WITH_INDEX.encode(), "m", beside(GOLDEN_LINES))
+    assert found == SMALL
+    assert digest(found) == GOLDEN_DIGEST
+
+
+def test_fields_of_a_newer_writer_are_ignored_in_an_index_too():
+    lines = GOLDEN_LINES.replace(b"{", b'{"colour":"green",')
+    record = json.loads(GOLDEN_WITH_INDEX)
+    sha256 = hashlib.sha256(lines).hexdigest()
+    record["index"] |= {"bytes": len(lines), "sha256": sha256, "codec": "none"}
+    assert decode(json.dumps(record).encode(), "m", beside(lines)) == SMALL
+
+
+def test_many_objects_written_inline_are_still_read():
+    many = tuple(
+        msgspec.structs.replace(SMALL.files[0], path=f"rows-{i}", samples=0, tokens=0)
+        for i in range(MOST_INLINE + 1)
+    )
+    inline = msgspec.structs.replace(SMALL, files=(*SMALL.files, *many))
+    assert decode(encode(inline), "m") == inline
+
+
+@pytest.mark.parametrize("path", ["../other/files.jsonl", "/etc/passwd"])
+def test_an_index_is_never_read_outside_its_prefix(path):
+    record = json.loads(GOLDEN_WITH_INDEX)
+    record["index"]["path"] = path
+    with pytest.raises(ManifestInvalid, match="index"):
+        decode(json.dumps(record).encode(), "m", lambda _: GOLDEN_LINES)

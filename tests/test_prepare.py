@@ -117,7 +117,7 @@ def test_everything_that_is_written_agrees_with_everything_else(
         record
         for entry in manifest.files
         if entry.path.startswith("rows-") and entry.path.endswith(".jsonl")
-        for record in read_row_records(made.store, entry.path)
+        for record in read_row_records(made, entry.path)
     ]
     assert [line.row for line in lines] == [row.row for row in tokens]
     assert all(line.messages == rows[int(line.row[:9])]["messages"] for line in lines)
@@ -127,7 +127,7 @@ def test_everything_that_is_written_agrees_with_everything_else(
     assert torch.equal(counts, torch.bincount(supervised, minlength=512))
     assert manifest.facts["supervised_tokens"] == len(supervised)
 
-    prompts = read_heldout(made.store)
+    prompts = read_heldout(made)
     assert len(prompts) == 5 == manifest.facts["heldout_prompts"]
     assert manifest.rejected["heldout_surplus"] == manifest.rows_in - 3 - len(tokens) - 5
     for prompt in prompts:
@@ -150,12 +150,12 @@ def test_the_same_prompt_is_never_on_both_sides(tmp_path: Path, verifier: Path) 
     config = write_config(tmp_path, verifier, data, heldout_share=0.5, max_heldout=1000)
     assert run_prepare(config, tmp_path / "run") == 0
     made = committed(tmp_path / "run")
-    held = {" ".join(p.messages[0]["content"].lower().split()) for p in read_heldout(made.store)}
+    held = {" ".join(p.messages[0]["content"].lower().split()) for p in read_heldout(made)}
     trained = {
         " ".join(record.messages[0]["content"].lower().split())
         for entry in made.manifest.files
         if entry.path.startswith("rows-") and entry.path.endswith("jsonl")
-        for record in read_row_records(made.store, entry.path)
+        for record in read_row_records(made, entry.path)
     }
     assert len(held) + len(trained) == 40
     assert min(len(held), len(trained)) > 8
@@ -175,7 +175,7 @@ def test_a_conversation_of_several_rows_is_told_once(tmp_path: Path, verifier: P
     config = write_config(tmp_path, folder, data, heldout_share=0.0)
     assert run_prepare(config, tmp_path / "run") == 0
     made = committed(tmp_path / "run")
-    records = read_row_records(made.store, "rows-000000.jsonl")
+    records = read_row_records(made, "rows-000000.jsonl")
     assert [record.row for record in records] == ["000000000.0", "000000000.1", "000000000.2"]
     assert [len(record.messages) for record in records] == [6, 0, 0]
 

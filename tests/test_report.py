@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from eagle3 import artifact as artifacts
 from eagle3.acceptance import (
     Block,
     Comparison,
@@ -69,6 +70,8 @@ def blocks(seconds: float) -> list[Block]:
         Block(
             engine="any",
             seconds=seconds + 0.1 * prompt,
+            host="here",
+            attempt="first",
             results=(PromptResult(prompt=prompt, output_ids=(1,) * 64),),
         )
         for prompt in range(4)
@@ -118,9 +121,10 @@ def lineage(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
     }
     for kind, sources in inputs.items():
         store = open_store(f"{root}/{kind}")
-        for path, data in objects.get(kind, {}).items():
-            store.write_bytes(path, data)
-        made[kind] = Artifact(store=store, manifest=manifest_of(kind, sources, made))
+        plain = manifest_of(kind, sources, made)
+        files = [artifacts.put(store, *item) for item in objects.get(kind, {}).items()]
+        manifest = msgspec.structs.replace(plain, files=(*files, *plain.files[len(files) :]))
+        made[kind] = Artifact(store=store, manifest=manifest)
     return list(made.values())
 
 
@@ -291,10 +295,11 @@ def test_curves_are_read_from_the_lineage(figures, lineage):
 
 def test_a_broken_coverage_curve_names_its_object(figures, lineage, tmp_path):
     broken = open_store(f"{tmp_path}/vocab")
-    broken.write_bytes("coverage.json", b'{"curve": 3}')
+    entry = artifacts.put(broken, "coverage.json", b'{"curve": 3}')
     vocab = next(artifact for artifact in lineage if artifact.manifest.artifact == "vocab")
-    with pytest.raises(ManifestInvalid, match=r"vocab/coverage\.json"):
-        gather(figures, [Artifact(store=broken, manifest=vocab.manifest)], "")
+    manifest = msgspec.structs.replace(vocab.manifest, files=(entry,))
+    with pytest.raises(ManifestInvalid, match=r"vocab/coverage\.json.*a curve of"):
+        gather(figures, [Artifact(store=broken, manifest=manifest)], "")
 
 
 def test_the_terminal_shows_acceptance_speed_and_losslessness(figures):

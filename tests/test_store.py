@@ -17,8 +17,11 @@ from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.asyn import sync_wrapper
 from fsspec.implementations.memory import MemoryFileSystem
+from s3fs import S3FileSystem
 
+from eagle3 import store as stores
 from eagle3.errors import (
     ConfigError,
     Eagle3Error,
@@ -30,8 +33,9 @@ from eagle3.store import ObjectInfo, Store, open_store, sha256_of_file
 from eagle3.store import local as local_files
 from tests.s3_server import BUCKET
 
-# Above s3fs's block size, so that a file goes up in several parts.
-SEVERAL_PARTS = 51 * 2**20
+# The least that S3 allows, so that two parts are no hundred megabytes.
+PART = 5 * 2**20
+SEVERAL_PARTS = 2 * PART + 2**20
 
 
 class StoreContract:
@@ -250,15 +254,16 @@ class SharedStoreContract(StoreContract):
         code = textwrap.dedent("""
             import os, sys, threading
             from pathlib import Path
-            from eagle3.store import open_store
-            store = open_store(sys.argv[1])
+            from eagle3 import store as stores
+            stores._PART_BYTES = int(sys.argv[4])
+            store = stores.open_store(sys.argv[1])
             store.exists("warm")
             threading.Timer(float(sys.argv[3]), os._exit, (9,)).start()
             store.create_file(Path(sys.argv[2]), "big")
             os._exit(0)
         """)
         for delay in ("0.01", "0.05"):
-            command = [sys.executable, "-c", code, url, str(source), delay]
+            command = [sys.executable, "-c", code, url, str(source), delay, str(PART)]
             ended = subprocess.run(command, timeout=60, check=False).returncode
             sizes = [info.bytes for info in store.list()]
             assert sizes == ([SEVERAL_PARTS] if ended == 0 else []), f"after {delay} s"
@@ -328,16 +333,49 @@ class TestS3(SharedStoreContract):
     def url(self, s3_environment) -> str:
         return f"s3://{BUCKET}/{secrets.token_hex(4)}/run"
 
-    def test_a_file_of_several_parts_is_never_replaced(self, store, tmp_path):
-        source = tmp_path / "big"
-        source.write_bytes(secrets.token_bytes(SEVERAL_PARTS))
-        store.create_file(source, "big")
-        store.create_file(source, "big")
-        with source.open("r+b") as stream:
-            stream.write(b"other")
+    @pytest.fixture
+    def calls(self, monkeypatch) -> list[str]:
+        """What is asked of S3, with parts of the least size."""
+        seen: list[str] = []
+        whole = S3FileSystem._call_s3
+
+        async def noted(self, method, *args, **kwargs):
+            seen.append(method)
+            return await whole(self, method, *args, **kwargs)
+
+        monkeypatch.setattr(S3FileSystem, "_call_s3", noted)
+        monkeypatch.setattr(stores, "_PART_BYTES", PART)
+        return seen
+
+    @pytest.mark.parametrize("of", ["file", "bytes"])
+    def test_an_object_of_several_parts_is_never_replaced(self, store, tmp_path, calls, of):
+        source, data = tmp_path / "big", secrets.token_bytes(SEVERAL_PARTS)
+
+        def create(data: bytes) -> None:
+            source.write_bytes(data)
+            store.create_file(source, "big") if of == "file" else store.create_bytes("big", data)
+
+        create(data)
+        assert calls.count("upload_part") == 3
+        assert "complete_multipart_upload" in calls
+        assert "put_object" not in calls
+        create(data)
         with pytest.raises(FileExistsError):
-            store.create_file(source, "big")
-        assert store.size("big") == SEVERAL_PARTS
+            create(b"other" + data[5:])
+        assert store.sha256("big") == hashlib.sha256(data).hexdigest()
+
+    def test_a_server_that_knows_no_condition_for_parts_is_refused(self, store, monkeypatch):
+        whole = S3FileSystem._call_s3
+
+        async def forgetful(self, method, *args, **kwargs):
+            if method == "complete_multipart_upload":
+                kwargs.pop("IfNoneMatch")
+            return await whole(self, method, *args, **kwargs)
+
+        monkeypatch.setattr(S3FileSystem, "call_s3", sync_wrapper(forgetful))
+        with pytest.raises(EnvironmentMisconfigured, match="an object of several parts"):
+            store.probe()
+        assert store.list() == []
 
     def test_a_wrong_secret_is_refused(self, url, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0" * 40)

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.errors import ConfigError, MappingInvalid
+from eagle3.errors import ConfigError, ManifestInvalid, MappingInvalid
 from eagle3.manifest import Manifest
 from eagle3.store import open_store
 from eagle3.vocab import (
@@ -307,24 +309,30 @@ class TestCoverage:
 class TestArtifact:
     """Only what a manifest names by hash is ever used."""
 
-    def artifact(self, url: str, manifest: Manifest) -> Artifact:
-        return Artifact(store=open_store(url), manifest=manifest)
+    def artifact(self, root: Path, path: str, data: bytes, **fields: Any) -> Artifact:
+        store = open_store(str(root))
+        files = (artifacts.put(store, path, data),)
+        manifest = Manifest(artifact="vocab", identity="", files=files, **fields)
+        return Artifact(store=store, manifest=manifest)
 
     def test_b118_a_mapping_that_the_manifest_does_not_name_is_refused(self, tmp_path) -> None:
         named, lying = mapping_of([2, 5]), mapping_of([2, 6])
-        (tmp_path / MAPPING_NAME).write_bytes(encode(lying, required_ids=()))
-        (tmp_path / "t2d.npy").write_bytes(b"of another run")
         facts = {"mapping_sha256": mapping_sha256(named)}
-        artifact = self.artifact(
-            str(tmp_path), Manifest(artifact="vocab", identity="", files=(), facts=facts)
-        )
+        data = encode(lying, required_ids=())
+        artifact = self.artifact(tmp_path / "one", MAPPING_NAME, data, facts=facts)
         with pytest.raises(MappingInvalid, match=mapping_sha256(named)):
             load_mapping(artifact, vocab_size=V, required_ids=())
-        (tmp_path / MAPPING_NAME).write_bytes(encode(named, required_ids=()))
+        data = encode(named, required_ids=())
+        artifact = self.artifact(tmp_path / "two", MAPPING_NAME, data, facts=facts)
+        (tmp_path / "two" / "t2d.npy").write_bytes(b"of another run")
         assert torch.equal(load_mapping(artifact, vocab_size=V, required_ids=()).d2t, named.d2t)
+        (tmp_path / "two" / MAPPING_NAME).write_bytes(encode(lying, required_ids=()))
+        with pytest.raises(ManifestInvalid, match="other bytes"):
+            load_mapping(artifact, vocab_size=V, required_ids=())
 
     def test_b48_counts_that_the_rows_manifest_does_not_name_are_refused(self, tmp_path) -> None:
-        (tmp_path / COUNTS_NAME).write_bytes(encode_counts(counts_of(i5=1)))
-        artifact = self.artifact(str(tmp_path), Manifest(artifact="prepare", identity="", files=()))
-        with pytest.raises(MappingInvalid, match="in the manifest of the rows"):
+        counts = encode_counts(counts_of(i5=1))
+        artifact = self.artifact(tmp_path, "other.safetensors", counts)
+        (tmp_path / COUNTS_NAME).write_bytes(counts)
+        with pytest.raises(ManifestInvalid, match="an object that the manifest names"):
             load_counts(artifact, vocab_size=V)

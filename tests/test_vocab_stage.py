@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle3.artifact import Artifact
-from eagle3.errors import IdentityConflict, MappingInvalid, UpstreamMissing
+from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME
 from eagle3.shards import read_rows
 from eagle3.store import open_store
@@ -131,7 +131,7 @@ def test_another_size_in_the_same_prefix_is_refused(folder: Path) -> None:
 def test_counts_that_are_not_those_of_the_manifest_are_refused(folder: Path) -> None:
     path = folder / "store" / "prepare" / COUNTS_NAME
     path.write_bytes(encode_counts(torch.ones(V, dtype=torch.int64)))
-    with pytest.raises(MappingInvalid, match="as its manifest says"):
+    with pytest.raises(ManifestInvalid, match="as the manifest says"):
         vocab.story(run_of(folder))
 
 

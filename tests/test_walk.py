@@ -201,9 +201,9 @@ class TestQwen3:
             record
             for path in lines
             if path.endswith(".jsonl")
-            for record in read_row_records(prepared.store, path)
+            for record in read_row_records(prepared, path)
         ]
-        heldout = {prompt.conversation for prompt in read_heldout(prepared.store)}
+        heldout = {prompt.conversation for prompt in read_heldout(prepared)}
         assert len(heldout) >= 4
         assert heldout.isdisjoint({record.conversation for record in records})
 

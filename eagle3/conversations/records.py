@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from eagle3.artifact import Artifact
 from eagle3.conversations.messages import Message
-from eagle3.errors import ManifestInvalid
-from eagle3.store import Store
+from eagle3.lineage import read_lines
 
 HELDOUT_NAME = "heldout.jsonl"
 
@@ -53,23 +53,11 @@ def encode_lines(records: Iterable[msgspec.Struct]) -> bytes:
     return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
-def read_row_records(store: Store, path: str) -> list[RowRecord]:
+def read_row_records(prepared: Artifact, path: str) -> list[RowRecord]:
     """The lines beside a token shard. Raises ManifestInvalid for what prepare did not write."""
-    return _read(store, path, RowRecord)
+    return read_lines(prepared, path, RowRecord)
 
 
-def read_heldout(store: Store) -> list[HeldoutPrompt]:
+def read_heldout(prepared: Artifact) -> list[HeldoutPrompt]:
     """The held-out prompts of a prepare artefact. Raises ManifestInvalid."""
-    return _read(store, HELDOUT_NAME, HeldoutPrompt)
-
-
-def _read(store: Store, path: str, kind: type[Any]) -> list[Any]:
-    try:
-        return msgspec.json.Decoder(kind).decode_lines(store.read_bytes(path))
-    except msgspec.DecodeError as error:
-        raise ManifestInvalid(
-            f"{store.url}/{path}",
-            wanted=f"lines of {kind.__name__}",
-            found=error,
-            remedy="run prepare again under a prefix of its own",
-        ) from error
+    return read_lines(prepared, HELDOUT_NAME, HeldoutPrompt)

@@ -100,16 +100,16 @@ def render(evidence: Evidence) -> str:
 def _losses(trained: Artifact) -> list[LossPoint]:
     return [
         LossPoint(step=line.step, loss=line.loss, validation=line.kind == "validation")
-        for line in read_lines(trained.store, "metrics.jsonl", _MetricLine)
+        for line in read_lines(trained, "metrics.jsonl", _MetricLine)
     ]
 
 
 def _coverage(vocab: Artifact) -> list[CoveragePoint]:
     where = f"{vocab.store.url}/coverage.json"
     try:
-        found = json.loads(vocab.store.read_bytes("coverage.json"))
+        found = json.loads(vocab.read("coverage.json"))
         return [CoveragePoint(size=size, coverage=share) for size, share in found["curve"]]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ManifestInvalid(
             where,
             wanted="a curve of [size, coverage] pairs",

@@ -22,6 +22,7 @@ import os
 import posixpath
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,15 @@ from urllib.parse import urlsplit
 import fsspec
 
 from eagle3.errors import ConfigError, EnvironmentMisconfigured
-from eagle3.store import faults, local
+from eagle3.store import faults, local, parts
 
 # s3fs sends If-None-Match for mode="create"; the memory store checks under our lock.
 _EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
 _MEMORY_LOCK = threading.Lock()
 _HASH_CHUNK = 8 * 2**20
 _RETRIES = 6
+# An object of twice this or more goes up in parts; S3 has a least of 5 MiB, and 10,000 parts.
+_PART_BYTES = 50 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +205,9 @@ class Store:
     def probe(self) -> None:
         """Prove that this prefix can be written, read and deleted, before costly work starts.
 
-        A backend whose exclusive create is not known to hold must let only the first of two
-        writers win. Raises PermissionRefused, ServiceUnavailable or EnvironmentMisconfigured.
+        Of two writers only the first may win, in one request and, on S3, in several parts: large
+        objects go up in parts, and some servers know the condition for whole objects only. Raises
+        PermissionRefused, ServiceUnavailable or EnvironmentMisconfigured.
         """
         path = f".probe-{secrets.token_hex(8)}"
         try:
@@ -215,19 +219,24 @@ class Store:
                     found="other bytes",
                     remedy="use another store",
                 )
-            try:
-                self.create_bytes(path, b"second")
-            except FileExistsError:
-                pass
-            else:
-                raise EnvironmentMisconfigured(
-                    self.url,
-                    wanted="a store where only one of two writers can create an object",
-                    found=f"a backend ({self.scheme}) where both did",
-                    remedy="use file, memory or an S3 store that honours If-None-Match",
-                )
+            self._probe_exclusion(self._create, path, "an object")
+            if self.scheme in _EXCLUSIVE_BY_BACKEND:
+                self._probe_exclusion(self._create_in_parts, path, "an object of several parts")
         finally:
             self.delete(path)
+
+    def _probe_exclusion(self, create: Callable[[str, bytes], None], path: str, what: str) -> None:
+        try:
+            with self._translated(path, writing=True):
+                create(path, b"second")
+        except FileExistsError:
+            return
+        raise EnvironmentMisconfigured(
+            self.url,
+            wanted=f"a store where only one of two writers can create {what}",
+            found=f"a backend ({self.scheme}) where both did",
+            remedy="use file, memory or an S3 store that honours If-None-Match",
+        )
 
     def _path(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
@@ -253,15 +262,22 @@ class Store:
             with _MEMORY_LOCK:
                 self._fs.pipe_file(self._path(path), data, mode="create")
         else:
+            of = {"chunksize": _PART_BYTES} if self.scheme in _EXCLUSIVE_BY_BACKEND else {}
             with faults.refused_precondition_is_exists(path):
-                self._fs.pipe_file(self._path(path), data, mode="create")
+                self._fs.pipe_file(self._path(path), data, mode="create", **of)
+
+    def _create_in_parts(self, path: str, data: bytes) -> None:
+        with faults.refused_precondition_is_exists(path):
+            parts.create(self._fs, self._path(path), data)
 
     def _create_from_file(self, source: Path, path: str) -> None:
         if self.scheme == "file":
             local.copy(source, Path(self._path(path)), exclusive=True)
         elif self.scheme in _EXCLUSIVE_BY_BACKEND:
             with faults.refused_precondition_is_exists(path):
-                self._fs.put_file(str(source), self._path(path), mode="create")
+                self._fs.put_file(
+                    str(source), self._path(path), mode="create", chunksize=_PART_BYTES
+                )
         else:
             self._create(path, source.read_bytes())
 

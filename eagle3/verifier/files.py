@@ -1,7 +1,7 @@
 """Where a verifier's files are: a folder, any fsspec URL, or a repository of the hub.
 
-A hub repository is read through the snapshots of huggingface_hub's own cache, file by file as
-they are needed.
+A hub repository's small files are read from a snapshot in huggingface_hub's own cache, its
+weights by ranges, so that nothing is downloaded whole before an engine needs it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from httpx2 import HTTPError
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
-from eagle3.errors import (
-    ConfigError,
-    EnvironmentMisconfigured,
-    PermissionRefused,
-    ServiceUnavailable,
-    VerifierInvalid,
-)
+from eagle3.errors import ConfigError, EnvironmentMisconfigured, VerifierInvalid
 from eagle3.store import Store, open_store
+from eagle3.verifier import hub
 
 # A repository's name, not a path: `name` or `owner/name`.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*",
-)  # fmt: skip
-# Other spellings of the same weights: vLLM reads the safetensors files where there are any.
-_NEVER_NEEDED = (
-    "original/*", "onnx/*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth",
 )  # fmt: skip
 _PARALLEL_DOWNLOADS = 8
 
@@ -63,26 +46,33 @@ class VerifierFiles:
         return [info.path for info in self.store.list()]
 
     def has(self, name: str) -> bool:
-        """Whether the file is there; on the hub only small files are, until they are required."""
+        """Whether the file is there; on the hub only small files are."""
         return self.store.exists(name)
 
-    def require(self, name: str) -> None:
-        """Make a file readable. Raises VerifierInvalid where there is none of that name."""
-        if self.repo is not None and not self.store.exists(name):
-            _snapshot(self.repo, self.revision, allow=[name])
-        if not self.store.exists(name):
-            raise VerifierInvalid(
-                f"{self.where}/{name}",
-                wanted="this file of the verifier",
-                found="no such file",
-                remedy="complete the download of the model",
-            )
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises VerifierInvalid where there is none of that name."""
+        try:
+            if (at := self._only_on_hub(name)) is not None:
+                return hub.size(*at, name)
+            return self.store.size(name)
+        except FileNotFoundError as error:
+            raise self._missing(name) from error
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes start to end (exclusive) by one ranged request. Raises VerifierInvalid."""
+        try:
+            if (at := self._only_on_hub(name)) is not None:
+                return hub.read_range(*at, name, start, end)
+            return self.store.read_range(name, start, end)
+        except FileNotFoundError as error:
+            raise self._missing(name) from error
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object. Raises VerifierInvalid for a missing file or for anything else in it."""
-        self.require(name)
         try:
             value = json.loads(self.store.read_bytes(name))
+        except FileNotFoundError as error:
+            raise self._missing(name) from error
         except ValueError as error:
             raise VerifierInvalid(
                 f"{self.where}/{name}",
@@ -110,7 +100,7 @@ class VerifierFiles:
         Raises EnvironmentMisconfigured where it does not fit.
         """
         if self.repo is not None:
-            return _snapshot(self.repo, self.revision, allow=None)
+            return hub.snapshot(self.repo, self.revision, allow=None)
         if (folder := self.store.local_path()) is not None:
             return folder
         infos = [info for info in self.store.list() if not _is_never_needed(info.path)]
@@ -131,6 +121,20 @@ class VerifierFiles:
                 download.result()
         return target
 
+    def _only_on_hub(self, name: str) -> tuple[str, str] | None:
+        """(repository, commit) of a file that is not in the snapshot yet."""
+        if self.repo is None or self.revision is None or self.store.exists(name):
+            return None
+        return self.repo, self.revision
+
+    def _missing(self, name: str) -> VerifierInvalid:
+        return VerifierInvalid(
+            f"{self.where}/{name}",
+            wanted="this file of the verifier",
+            found="no such file",
+            remedy="complete the download of the model",
+        )
+
 
 def open_files(source: str, revision: str | None = None) -> VerifierFiles:
     """The files behind a folder, an fsspec URL or a hub id.
@@ -150,37 +154,10 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
             found=f"{source}, which is no folder here",
             remedy="correct the path",
         )
-    root = _snapshot(source, revision, allow=list(_SMALL_FILES))
+    root = hub.snapshot(source, revision, allow=list(_SMALL_FILES))
     # A snapshot's folder is named after its commit: what is read later is of the same one.
     return VerifierFiles(store=open_store(str(root)), repo=source, revision=root.name)
 
 
 def _is_never_needed(path: str) -> bool:
-    return any(fnmatch(path, pattern) for pattern in _NEVER_NEEDED)
-
-
-def _snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Path:
-    """The folder of a repository's snapshot, with at least the files that match `allow`."""
-    try:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=allow,
-                ignore_patterns=list(_NEVER_NEEDED) if allow is None else None,
-            )
-        )
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise PermissionRefused(
-            f"verifier.source: {repo}",
-            wanted="a repository of the hub that this token may read",
-            found=type(error).__name__,
-            remedy="correct the id or the revision, or set HF_TOKEN",
-        ) from error
-    except (HTTPError, OSError) as error:
-        raise ServiceUnavailable(
-            f"verifier.source: {repo}",
-            wanted="a local folder of that name, or the hub",
-            found=f"neither ({type(error).__name__})",
-            remedy="correct the path, or let this machine reach the hub",
-        ) from error
+    return any(fnmatch(path, pattern) for pattern in hub.NEVER_NEEDED)

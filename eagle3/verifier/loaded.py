@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid
-from eagle3.manifest import FileEntry, TokenizerFacts, VerifierFacts
-from eagle3.store import sha256_of_file
+from eagle3.manifest import TokenizerFacts, VerifierFacts
 from eagle3.verifier.text_model import (
     CONFIG_NAME,
     EMBED_KEY,
@@ -31,7 +30,8 @@ class LoadedVerifier(TextModel):
     def __init__(self, artifact: Artifact, scratch: Path, *, trust_remote_code: bool) -> None:
         """See `load_verifier_artifact`."""
         self._artifact = artifact
-        self._root = artifact.store.local_path() or scratch / "verifier-artifact"
+        self._scratch = scratch / "verifier-artifact"
+        self._root = artifact.store.local_path() or self._scratch
         manifest = artifact.manifest
         if manifest.verifier is None or manifest.tokenizer is None:
             raise ManifestInvalid(
@@ -43,7 +43,7 @@ class LoadedVerifier(TextModel):
         self._facts, self._tokenizer_facts = manifest.verifier, manifest.tokenizer
         for entry in manifest.files:
             if entry.path != TENSORS_NAME:
-                self._fetch(entry)
+                self._artifact.local(entry.path, self._scratch)
         config = json.loads((self._root / CONFIG_NAME).read_text(encoding="utf-8"))
         super().__init__(text_config=config, trust_remote_code=trust_remote_code)
 
@@ -55,9 +55,7 @@ class LoadedVerifier(TextModel):
     @cached_property
     def folder(self) -> Path:
         """A local folder with all of the artefact's files: three tensors, not a model."""
-        for entry in self._artifact.manifest.files:
-            if entry.path == TENSORS_NAME:
-                self._fetch(entry)
+        self._artifact.local(TENSORS_NAME, self._scratch)
         return self._root
 
     def facts(self) -> VerifierFacts:
@@ -74,19 +72,6 @@ class LoadedVerifier(TextModel):
         return ThreeTensors(
             embed=tensors[EMBED_KEY], norm=tensors[NORM_KEY], lm_head=tensors[LM_HEAD_KEY]
         )
-
-    def _fetch(self, entry: FileEntry) -> None:
-        """Bring one file here, if it is not, and check every byte of it."""
-        store, path = self._artifact.store, self._root / entry.path
-        if store.local_path() is None:
-            store.get_file(entry.path, path)
-        if not path.exists() or sha256_of_file(path) != entry.sha256:
-            raise ManifestInvalid(
-                f"{store.url}/{entry.path}",
-                wanted=f"sha256 {entry.sha256[:16]}, as the manifest says",
-                found="other bytes" if path.exists() else "no object",
-                remedy=_AGAIN,
-            )
 
 
 def load_verifier_artifact(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ import weakref
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 from safetensors.torch import save_file
 
 from eagle3.config import VerifierConfig
@@ -18,6 +18,7 @@ from eagle3.manifest import TokenizerFacts, VerifierFacts
 from eagle3.verifier import tokenizer as tokenizers
 from eagle3.verifier.families import Family, family_of, resolve_text_config
 from eagle3.verifier.files import VerifierFiles, open_files
+from eagle3.verifier.fingerprint import fingerprint_of
 from eagle3.verifier.text_model import (
     CONFIG_NAME,
     EMBED_KEY,
@@ -51,24 +52,17 @@ class Verifier(TextModel):
         return bool(self.text_config["tie_word_embeddings"])
 
     def facts(self) -> VerifierFacts:
-        """Identity of the verifier. Reads the three tensors in pieces, once."""
+        """Identity of the verifier. Reads three tensors and pieces of the others, once."""
         return self._facts
 
     @cached_property
     def _facts(self) -> VerifierFacts:
-        digest = hashlib.sha256()
-        for part in (self.files.store.read_bytes(CONFIG_NAME), self._weights.index):
-            digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part)
-        for tensor in self._stored.values():
-            digest.update(f"{tensor.key} {tensor.dtype} {tensor.shape}".encode())
-            for chunk in self._weights.chunks(tensor):
-                digest.update(chunk)
         return VerifierFacts(
-            fingerprint=digest.hexdigest(),
+            fingerprint=fingerprint_of(self.files, self._weights, self._stored.values()),
             num_hidden_layers=self.num_hidden_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
+            commit=self.files.revision or "",
         )
 
     def must_be(self, wanted: VerifierFacts) -> None:
@@ -79,13 +73,17 @@ class Verifier(TextModel):
         """
         found = self.facts()
         for field in wanted.__struct_fields__:
-            if getattr(found, field) != getattr(wanted, field):
+            if field != "commit" and getattr(found, field) != getattr(wanted, field):
                 raise VerifierInvalid(
                     f"{self.files.where}: {field}",
                     wanted=f"{getattr(wanted, field)}, for which the data was prepared",
                     found=getattr(found, field),
                     remedy="name the same verifier and revision, or prepare again",
                 )
+
+    def pinned(self, config: VerifierConfig) -> VerifierConfig:
+        """The configuration by which another process opens this one, at the same commit."""
+        return msgspec.structs.replace(config, revision=self.files.revision or config.revision)
 
     def tokenizer_facts(self) -> TokenizerFacts:
         """Identity of the tokenizer and of the chat template in effect."""
@@ -201,10 +199,18 @@ class Verifier(TextModel):
         return tensor
 
 
-def open_verifier(config: VerifierConfig) -> Verifier:
+def open_verifier(config: VerifierConfig, wanted: VerifierFacts | None = None) -> Verifier:
     """Open the verifier that the configuration names.
+
+    Args:
+        wanted: the verifier that the data was made for, where there is data already. A hub id
+            without a revision is opened at its commit, and other weights are refused.
 
     Raises ConfigError, VerifierInvalid, PermissionRefused or ServiceUnavailable.
     """
-    files = open_files(config.source, config.revision)
-    return Verifier(files, trust_remote_code=config.trust_remote_code)
+    commit = wanted.commit or None if wanted else None
+    files = open_files(config.source, config.revision or commit)
+    verifier = Verifier(files, trust_remote_code=config.trust_remote_code)
+    if wanted is not None:
+        verifier.must_be(wanted)
+    return verifier

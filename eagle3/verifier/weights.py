@@ -1,7 +1,7 @@
 """Single tensors out of safetensors files, by ranged reads.
 
-Of a checkpoint of hundreds of gigabytes only the index, a few headers and three tensors are
-read, from a folder and from object storage alike.
+Of a checkpoint of hundreds of gigabytes only the index, the headers, three tensors and a few
+pieces of others are read, from a folder, the hub and object storage alike.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ class StoredTensor:
     end: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightFile:
+    """A safetensors file: its size in bytes, its header as it stands, its tensors by place."""
+
+    path: str
+    size: int
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+
+
 class Weights:
     """The tensors of a checkpoint by key.
 
@@ -44,12 +54,13 @@ class Weights:
         index: the bytes that say what the checkpoint holds: the weight index, or the header of
             the only file.
         paths: key -> file.
+        file: the `WeightFile` at a path, read once. Raises VerifierInvalid.
     """
 
     def __init__(self, files: VerifierFiles) -> None:
         """Raises VerifierInvalid for a layout that cannot be read, or one with files missing."""
         self._files = files
-        self._header = lru_cache(maxsize=None)(self._read_header)
+        self.file = lru_cache(maxsize=None)(self._read_file)
         names = set(files.names())
         if files.has(INDEX_NAME):
             self.index, self.paths = self._read_index(names)
@@ -61,30 +72,21 @@ class Weights:
         path = self.paths.get(key)
         if path is None:
             return None
-        start, header, _ = self._header(path)
-        entry = header.get(key)
-        if entry is None:
+        found = next((tensor for tensor in self.file(path).tensors if tensor.key == key), None)
+        if found is None:
             raise VerifierInvalid(
                 f"{self._files.where}/{path}: {key}",
                 wanted="this tensor, as the index says",
                 found="none in the file's header",
                 remedy="download the file and the index again",
             )
-        begin, end = entry["data_offsets"]
-        return StoredTensor(
-            key=key,
-            path=path,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            start=start + begin,
-            end=start + end,
-        )
+        return found
 
     def chunks(self, tensor: StoredTensor) -> Iterator[bytes]:
         """The tensor's bytes in pieces of at most 64 MiB."""
         for start in range(tensor.start, tensor.end, _CHUNK):
             end = min(start + _CHUNK, tensor.end)
-            yield self._files.store.read_range(tensor.path, start, end)
+            yield self._files.read_range(tensor.path, start, end)
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor; float16 becomes float32, which holds each of its values exactly."""
@@ -106,7 +108,7 @@ class Weights:
                 found="an empty map" if weight_map == {} else type(weight_map).__name__,
                 remedy="download the index again",
             )
-        # On the hub a file comes when it is required; elsewhere a missing one is missing.
+        # On the hub a file that is not listed here may still be there.
         absent = sorted(set(weight_map.values()) - names) if self._files.repo is None else []
         if absent:
             raise VerifierInvalid(
@@ -133,16 +135,14 @@ class Weights:
                 found=others[0] if others else "no weights",
                 remedy="bring the checkpoint in the Hugging Face layout, as safetensors",
             )
-        self._files.require(SINGLE_NAME)
-        _, header, raw = self._header(SINGLE_NAME)
-        return raw, {key: SINGLE_NAME for key in header if key != "__metadata__"}
+        found = self.file(SINGLE_NAME)
+        return found.header, {tensor.key: SINGLE_NAME for tensor in found.tensors}
 
-    def _read_header(self, path: str) -> tuple[int, dict[str, Any], bytes]:
-        """(where the data starts, the header, its bytes) of a file that is long enough."""
-        self._files.require(path)
-        store, where = self._files.store, f"{self._files.where}/{path}"
-        size = store.size(path)
-        length = int.from_bytes(store.read_range(path, 0, 8), "little") if size >= 8 else 0
+    def _read_file(self, path: str) -> WeightFile:
+        """A file's header, and that the file is as long as it says. Raises VerifierInvalid."""
+        files, where = self._files, f"{self._files.where}/{path}"
+        size = files.size(path)
+        length = int.from_bytes(files.read_range(path, 0, 8), "little") if size >= 8 else 0
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
             raise VerifierInvalid(
                 where,
@@ -150,22 +150,37 @@ class Weights:
                 found=f"{size} bytes with a header of {length}",
                 remedy="download the file again; a Git LFS pointer is not the file",
             )
-        raw = store.read_range(path, 8, 8 + length)
+        header = files.read_range(path, 8, 8 + length)
         try:
-            header: dict[str, Any] = json.loads(raw)
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            tensors = [_stored(key, path, 8 + length, entry) for key, entry in entries.items()]
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise VerifierInvalid(
                 where,
                 wanted="a safetensors header",
                 found=f"{type(error).__name__}: {error}",
                 remedy="download the file again",
             ) from error
-        if 8 + length + max(ends, default=0) != size:
+        end = max((tensor.end for tensor in tensors), default=8 + length)
+        if end != size:
             raise VerifierInvalid(
                 where,
-                wanted=f"{8 + length + max(ends, default=0)} bytes, as its header says",
+                wanted=f"{end} bytes, as its header says",
                 found=size,
                 remedy="download the file again",
             )
-        return 8 + length, header, raw
+        tensors.sort(key=lambda tensor: tensor.start)
+        return WeightFile(path=path, size=size, header=header, tensors=tuple(tensors))
+
+
+def _stored(key: str, path: str, data: int, entry: dict[str, Any]) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    return StoredTensor(
+        key=key,
+        path=path,
+        dtype=entry["dtype"],
+        shape=tuple(entry["shape"]),
+        start=data + begin,
+        end=data + end,
+    )

@@ -1,0 +1,208 @@
+"""A verifier on the hub: ranges instead of downloads, and one commit from prepare on.
+
+The hub is a server of this process that answers as huggingface.co does to the real client.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+from huggingface_hub import constants
+
+from eagle3.config import VerifierConfig
+from eagle3.errors import PermissionRefused, ServiceUnavailable, VerifierInvalid
+from eagle3.verifier import Verifier, hub, open_verifier
+from tests.tiny_verifiers import make_kimi
+
+COMMITS = ("a" * 40, "b" * 40)
+REPO = "owner/tiny"
+
+
+class Hub(ThreadingHTTPServer):
+    """One repository, whose commits are folders; the last is `main`.
+
+    Attributes:
+        sent: bytes of each file that were sent, by name.
+        expired: how often a request for a range is refused, as an address signed too long ago is.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.commits: dict[str, Path] = {}
+        self.sent: dict[str, int] = {}
+        self.expired = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def _answer(self) -> None:
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        if parts[:1] == ["api"]:
+            what, revision = parts[4], parts[5]
+            commit = list(self.server.commits)[-1] if revision == "main" else revision
+            if (folder := self.server.commits.get(commit)) is None:
+                return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            files = [
+                {"type": "file", "path": p.name, "size": p.stat().st_size, "oid": "0" * 40}
+                for p in sorted(folder.iterdir())
+            ]
+            tree: Any = files if what == "tree" else {"id": REPO, "sha": commit, "siblings": []}
+            return self._send(200, json.dumps(tree).encode(), {})
+        commit, name = parts[3], parts[4]
+        path = self.server.commits[commit] / name
+        if not path.exists():
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        data = path.read_bytes()
+        facts = {"X-Repo-Commit": commit, "ETag": f'"{commit}{name}"'}
+        if asked := self.headers.get("Range"):
+            if self.server.expired:
+                self.server.expired -= 1
+                return self._send(403, b"", {})
+            start, end = asked.removeprefix("bytes=").split("-")
+            return self._send(206, data[int(start) : int(end) + 1], facts, name)
+        return self._send(200, data, facts, name)
+
+    def _send(self, code: int, data: bytes, headers: dict[str, str], name: str = "") -> None:
+        self.send_response(code)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+            self.server.sent[name] = self.server.sent.get(name, 0) + len(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kimi-shaped verifier: several weight files, never written to."""
+    return make_kimi(tmp_path_factory.mktemp("models") / "kimi")
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub as this process's client sees it, with the verifier as its only commit."""
+    found = Hub()
+    found.commits[COMMITS[0]] = folder
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub._located.cache_clear()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def opened(source: str = REPO, **settings: Any) -> Verifier:
+    return open_verifier(VerifierConfig(source=source, **settings))
+
+
+def test_the_fingerprint_is_that_of_the_same_folder_and_no_weight_file_is_downloaded(
+    folder: Path, server: Hub
+) -> None:
+    there, here = opened(), opened(str(folder))
+    assert there.facts().elsewhere() == here.facts()
+    assert there.facts().commit == COMMITS[0]
+    assert there.tokenizer_facts() == here.tokenizer_facts()
+    assert not list(there.files.store.local_path("").glob("model-*"))  # type: ignore[union-attr]
+    weights = sorted(folder.glob("model-*.safetensors"))
+    asked = sum(server.sent[path.name] for path in weights)
+    assert 0 < asked < sum(path.stat().st_size for path in weights)
+
+
+def test_later_stages_open_the_commit_that_the_data_was_prepared_with(
+    folder: Path, server: Hub, tmp_path: Path
+) -> None:
+    before = opened().facts()
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**config, "changed": 1}))
+    server.commits[COMMITS[1]] = moved
+    assert opened().facts().commit == COMMITS[1]
+    later = open_verifier(VerifierConfig(source=REPO), before)
+    assert later.facts() == before
+    assert later.local_folder(tmp_path).name == COMMITS[0]
+    pinned = VerifierConfig(source=REPO, revision=COMMITS[1])
+    with pytest.raises(VerifierInvalid, match="fingerprint"):
+        open_verifier(pinned, before)
+
+
+def test_a_worker_of_prepare_opens_the_same_commit(server: Hub) -> None:
+    assert opened().pinned(VerifierConfig(source=REPO)).revision == COMMITS[0]
+
+
+def test_a_commit_that_is_not_there_is_one_sentence(server: Hub) -> None:
+    with pytest.raises(PermissionRefused, match="correct the id or the revision"):
+        opened(revision=COMMITS[1])
+
+
+def test_an_address_that_has_expired_is_asked_for_anew(folder: Path, server: Hub) -> None:
+    server.expired = 1
+    assert opened().facts().elsewhere() == opened(str(folder)).facts()
+
+
+def test_a_weight_file_that_the_repository_lacks(folder: Path, server: Hub, tmp_path: Path) -> None:
+    cut = Path(shutil.copytree(folder, tmp_path / "cut"))
+    missing = sorted(cut.glob("model-*.safetensors"))[-1]
+    missing.unlink()
+    server.commits[COMMITS[1]] = cut
+    with pytest.raises(VerifierInvalid, match=f"owner/tiny/{missing.name}: wanted this file"):
+        opened().facts()
+
+
+def test_a_hub_id_without_the_hub_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ServiceUnavailable) as caught:
+        opened("owner/some-model")
+    told = str(caught.value)
+    assert "owner/some-model: wanted a local folder of that name, or the hub" in told
+    assert "\n" not in told
+
+
+def test_a_hub_id_in_the_cache_needs_no_hub(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repo, commit = tmp_path / "models--owner--tiny", COMMITS[0]
+    shutil.copytree(folder, repo / "blobs")
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    for path in (repo / "blobs").iterdir():
+        (repo / "snapshots" / commit / path.name).symlink_to(path)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    verifier = opened()
+    here = opened(str(folder))
+    assert verifier.facts() == msgspec.structs.replace(here.facts(), commit=commit)
+    assert verifier.tokenizer_facts() == here.tokenizer_facts()
+    assert verifier.local_folder(tmp_path) == repo / "snapshots" / commit
