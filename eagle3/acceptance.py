@@ -46,10 +46,17 @@ class PromptResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts that one engine answered together, and the wall-clock seconds that it took."""
+    """Prompts that one engine answered together, and the wall-clock seconds that it took.
+
+    Attributes:
+        host: the machine that it ran on; seconds of two machines make no ratio.
+        attempt: the process that asked, since an evaluation may take several.
+    """
 
     engine: str
     seconds: float
+    host: str
+    attempt: str
     results: tuple[PromptResult, ...]
 
     @property
@@ -85,9 +92,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class SpeedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Generated tokens per second on the same prompts with and without the draft.
 
-    `interval` is the 95 % interval of `speedup`, over blocks; None where there is one block.
+    `interval` is the 95 % interval of `speedup`, over blocks; None where there is one block. All
+    of it was timed on `host`, by so many processes, one after the other.
     """
 
+    host: str
+    attempts: int
     batch: int
     prompts: int
     with_draft: float
@@ -184,7 +194,7 @@ def speed_figures(batch: int, drafted: Sequence[Block], plain: Sequence[Block]) 
     Args:
         batch: prompts answered together, for the record.
 
-    Raises AcceptanceInvalid when there is no such block.
+    Raises AcceptanceInvalid when there is no such block, and for times of several machines.
     """
     ours = {block.key: block for block in drafted}
     pairs = [(ours[block.key], block) for block in plain if block.key in ours]
@@ -195,6 +205,7 @@ def speed_figures(batch: int, drafted: Sequence[Block], plain: Sequence[Block]) 
             found="none",
             remedy="delete work/evaluate in the store and run evaluate again",
         )
+    host = _one_host(batch, pairs)
     tokens = np.array([[block.num_tokens for block in pair] for pair in pairs], dtype=np.float64)
     seconds = np.array([[block.seconds for block in pair] for pair in pairs], dtype=np.float64)
     rates = tokens.sum(axis=0) / seconds.sum(axis=0)
@@ -204,6 +215,8 @@ def speed_figures(batch: int, drafted: Sequence[Block], plain: Sequence[Block]) 
         resampled = (weights @ tokens) / (weights @ seconds)
         interval = _interval(resampled[:, 0] / resampled[:, 1])
     return SpeedFigures(
+        host=host,
+        attempts=len({block.attempt for pair in pairs for block in pair}),
         batch=batch,
         prompts=sum(len(block.results) for _, block in pairs),
         with_draft=float(rates[0]),
@@ -237,19 +250,26 @@ def divergences(
     return tuple(divergence for divergence in found if divergence is not None)
 
 
+def changed_outputs(
+    found: Sequence[Divergence], *, dtype: str, near_tie: float
+) -> list[Divergence]:
+    """Those divergences that are no near tie: with none of them the output is lossless.
+
+    Speculative decoding must give the verifier's own greedy output. In float32 exactly. In
+    bfloat16 verifying several tokens at once rounds differently from one at a time, so two tokens
+    of nearly the same probability may change places: a divergence is allowed where their
+    log-probabilities differ by less than `near_tie` nats.
+    """
+    if dtype != "bfloat16":
+        return list(found)
+    return [item for item in found if item.gap is None or abs(item.gap) >= near_tie]
+
+
 def refuse_changed_output(
     found: Sequence[Divergence], *, dtype: str, near_tie: float, compared: int
 ) -> None:
-    """Speculative decoding must give the verifier's own greedy output.
-
-    In float32 exactly. In bfloat16 verifying several tokens at once rounds differently from one
-    at a time, so two tokens of nearly the same probability may change places: a divergence is
-    allowed where their log-probabilities differ by less than `near_tie` nats.
-
-    Raises AcceptanceInvalid naming the widest divergence.
-    """
-    if dtype == "bfloat16":
-        found = [item for item in found if item.gap is None or abs(item.gap) >= near_tie]
+    """Raises AcceptanceInvalid naming the widest of the `changed_outputs`, where there are any."""
+    found = changed_outputs(found, dtype=dtype, near_tie=near_tie)
     if not found:
         return
     worst = max(found, key=lambda item: float("inf") if item.gap is None else abs(item.gap))
@@ -274,6 +294,18 @@ def rounded(value: Any, digits: int = 6) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(below, digits) for below in value]
     return value
+
+
+def _one_host(batch: int, pairs: Sequence[tuple[Block, Block]]) -> str:
+    hosts = sorted({block.host for pair in pairs for block in pair})
+    if len(hosts) > 1:
+        raise AcceptanceInvalid(
+            f"evaluate: speed at batch {batch}",
+            wanted="times of one machine",
+            found=f"of {', '.join(hosts)}",
+            remedy="run evaluate again, which times them on one",
+        )
+    return hosts[0]
 
 
 def _counts(results: Sequence[PromptResult]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

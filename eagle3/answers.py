@@ -2,21 +2,25 @@
 
 Prompts are answered in blocks: together, as a server under load would, or alone, to time one
 request at a time. Each finished block is one object `work/evaluate/answers/<engine>/...` with
-its answers, vLLM's counts of them, and the seconds they took.
+its answers, vLLM's counts of them, the seconds they took and on which machine.
 """
 
 from __future__ import annotations
 
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import TracebackType
 from typing import TypeVar
 
 import msgspec
 
 from eagle3.acceptance import Block, Divergence, PromptResult
-from eagle3.capture import Completion, Generator, Sampling
-from eagle3.errors import ManifestInvalid
+from eagle3.capture import Completion, Sampling, SpecCounters, SpeculativeGenerator
+from eagle3.errors import AcceptanceInvalid, ManifestInvalid
 from eagle3.store import Store
 
 BlockKey = tuple[int, ...]
@@ -40,6 +44,14 @@ def covering(blocks: Iterable[BlockKey], num_prompts: int) -> tuple[BlockKey, ..
     return tuple(block for block in blocks if block[0] < num_prompts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Who takes the time: this machine, and this process among those of an evaluation."""
+
+    host: str = field(default_factory=lambda: socket.gethostname())
+    attempt: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
 class Answers:
     """The blocks that one engine has answered."""
 
@@ -52,6 +64,15 @@ class Answers:
     def missing(self, blocks: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of the blocks that are still to be answered."""
         return [block for block in blocks if block not in self._blocks]
+
+    def known(self, blocks: Iterable[BlockKey]) -> list[Block]:
+        """Those of the blocks that have been answered."""
+        return [self._blocks[block] for block in blocks if block in self._blocks]
+
+    def forget(self, blocks: Iterable[BlockKey]) -> None:
+        """Count the blocks as not answered; what was recorded of them will be replaced."""
+        for block in blocks:
+            self._blocks.pop(block, None)
 
     def of(self, blocks: Iterable[BlockKey]) -> list[Block]:
         """The blocks, all of which have been answered."""
@@ -78,9 +99,9 @@ class LazyEngine:
     Starting takes half a minute and more, and a resumed evaluation may need none of it.
     """
 
-    def __init__(self, start: Callable[[], Generator]) -> None:
+    def __init__(self, start: Callable[[], SpeculativeGenerator]) -> None:
         self._start = start
-        self._engine: Generator | None = None
+        self._engine: SpeculativeGenerator | None = None
 
     def __enter__(self) -> LazyEngine:
         return self
@@ -96,9 +117,16 @@ class LazyEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """Answer the prompts as one unit of work; the clock of no caller sees the start."""
+        return self._started().generate(prompts, sampling)
+
+    def counters(self) -> SpecCounters:
+        """See `SpeculativeGenerator.counters`."""
+        return self._started().counters()
+
+    def _started(self) -> SpeculativeGenerator:
         if self._engine is None:
             self._engine = self._start()
-        return self._engine.generate(prompts, sampling)
+        return self._engine
 
 
 def answer_missing(
@@ -108,25 +136,54 @@ def answer_missing(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
+    clock: Clock,
 ) -> Iterator[BlockKey]:
     """Let the engine answer the blocks that it has not answered yet, each recorded when yielded.
 
     Args:
         prompts: token ids of every prompt; a block names its prompts by place.
+
+    Raises AcceptanceInvalid where what the engine counts of each answer and what it counts of
+    itself do not agree.
     """
     missing = answers.missing(blocks)
     if missing:
         first = prompts[missing[0][0]]
         engine.generate([first], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_end=True))
     for block in missing:
+        asked, before = [prompts[prompt] for prompt in block], engine.counters()
         begun = time.perf_counter()
-        completions = engine.generate(
-            [prompts[prompt] for prompt in block], Sampling(max_tokens=max_tokens)
-        )
+        completions = engine.generate(asked, Sampling(max_tokens=max_tokens))
         seconds = time.perf_counter() - begun
-        results = (_result(*pair) for pair in zip(block, completions, strict=True))
-        answers.record(Block(engine=answers.engine, seconds=seconds, results=tuple(results)))
+        results = tuple(_result(*pair) for pair in zip(block, completions, strict=True))
+        _check_counts(answers.engine, results, engine.counters().since(before))
+        answers.record(
+            Block(
+                engine=answers.engine,
+                seconds=seconds,
+                host=clock.host,
+                attempt=clock.attempt,
+                results=results,
+            )
+        )
         yield block
+
+
+def _check_counts(name: str, results: Sequence[PromptResult], engine: SpecCounters) -> None:
+    """The answers' own counts add up to the engine's: acceptance rests on nothing else."""
+    drafts = sum(result.drafts for result in results)
+    columns = zip_longest(*(result.accepted for result in results), fillvalue=0)
+    accepted = [sum(column) for column in columns]
+    per_position = zip_longest(accepted, engine.accepted_per_pos, fillvalue=0)
+    totals = (engine.num_drafts, engine.num_accepted_tokens)
+    if (drafts, sum(accepted)) != totals or any(ours != theirs for ours, theirs in per_position):
+        raise AcceptanceInvalid(
+            f"evaluate: counts of the {name} engine",
+            wanted=f"{engine.num_drafts} drafts and {list(engine.accepted_per_pos)} accepted, as"
+            " it counts of itself",
+            found=f"{drafts} and {accepted} in its {len(results)} answers",
+            remedy="install the version of vLLM that eagle3 pins",
+        )
 
 
 def score_gaps(

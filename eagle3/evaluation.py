@@ -101,6 +101,26 @@ def make_plan(
     )
 
 
+def timed_elsewhere(
+    plan: Plan, answers: Mapping[str, Answers], host: str
+) -> dict[str, list[BlockKey]]:
+    """Engine -> the blocks that it has to answer once more, for their time was taken elsewhere.
+
+    A speed compares two engines, and says nothing where one ran on another machine. Where such a
+    comparison is not finished it will be on this host, all of it.
+    """
+    again: dict[str, list[BlockKey]] = {TRAINED: [], PLAIN: []}
+    for blocks in _timed(plan):
+        known = {name: answers[name].known(blocks) for name in again}
+        hosts = {block.host for found in known.values() for block in found}
+        finished = all(len(found) == len(blocks) for found in known.values())
+        if finished and len(hosts) == 1:
+            continue
+        for name, found in known.items():
+            again[name] += [block.key for block in found if block.host != host]
+    return again
+
+
 def find_divergences(plan: Plan, answers: Mapping[str, Answers]) -> tuple[Divergence, ...]:
     """Where answers with the trained draft leave the plain ones, over the prompts compared."""
     count = plan.settings.lossless_prompts
@@ -118,11 +138,9 @@ def conclude(plan: Plan, answers: Mapping[str, Answers], found: Sequence[Diverge
     Raises AcceptanceInvalid where the draft changed the output, or where nothing was drafted.
     """
     settings = plan.settings
+    dtype, near_tie = settings.engine.dtype, settings.near_tie
     acceptance.refuse_changed_output(
-        found,
-        dtype=settings.engine.dtype,
-        near_tie=settings.near_tie,
-        compared=settings.lossless_prompts,
+        found, dtype=dtype, near_tie=near_tie, compared=settings.lossless_prompts
     )
     trained = _drafted(plan, answers[TRAINED])
     untrained = _drafted(plan, answers[UNTRAINED]) if plan.untrained else None
@@ -130,7 +148,7 @@ def conclude(plan: Plan, answers: Mapping[str, Answers], found: Sequence[Diverge
         heldout_prompts=len(trained),
         max_new_tokens=settings.max_new_tokens,
         num_speculative_tokens=settings.num_speculative_tokens,
-        dtype=settings.engine.dtype,
+        dtype=dtype,
         trained=acceptance.draft_figures(trained),
         untrained=acceptance.draft_figures(untrained) if untrained else None,
         comparison=acceptance.compare(trained, untrained) if untrained else None,
@@ -140,9 +158,9 @@ def conclude(plan: Plan, answers: Mapping[str, Answers], found: Sequence[Diverge
             )
             for blocks in _timed(plan)
         ),
-        lossless=True,
+        lossless=not acceptance.changed_outputs(found, dtype=dtype, near_tie=near_tie),
         lossless_prompts=settings.lossless_prompts,
-        near_tie=settings.near_tie,
+        near_tie=near_tie,
         divergences=tuple(found),
     )
 

@@ -8,6 +8,7 @@ killed evaluation goes on where it was. Writes `acceptance.json` and `report.htm
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Protocol
 
 from rich.console import Console
 
-from eagle3 import artifact as artifacts
 from eagle3.acceptance import Divergence, Figures
-from eagle3.answers import Answers, LazyEngine, answer_missing, score_gaps
+from eagle3.answers import Answers, Clock, LazyEngine, answer_missing, score_gaps
 from eagle3.artifact import Artifact
-from eagle3.capture import Generator
+from eagle3.capture import SpeculativeGenerator
 from eagle3.config import name_when_served
 from eagle3.conversations import read_heldout
+from eagle3.errors import ManifestInvalid
 from eagle3.evaluation import (
     PLAIN,
     TRAINED,
@@ -33,11 +34,13 @@ from eagle3.evaluation import (
     find_divergences,
     make_plan,
     rates_of,
+    timed_elsewhere,
 )
 from eagle3.lineage import refuse_trained_on, walk
-from eagle3.manifest import Manifest
+from eagle3.manifest import FileEntry, Manifest
 from eagle3.report import gather, render
 from eagle3.report.terminal import show
+from eagle3.store import sha256_of_file
 from eagle3.verifier import open_verifier
 from eagle3.vllm_capture import EngineOptions, VllmGenerator
 from jobs.process import StageRun, run_stage
@@ -51,7 +54,7 @@ class Engines(Protocol):
 
     def __init__(self, run: StageRun, plan: Plan, scratch: Path) -> None: ...
 
-    def start(self, name: str) -> Generator:
+    def start(self, name: str) -> SpeculativeGenerator:
         """A running engine, with the draft that the name asks for."""
 
 
@@ -61,7 +64,7 @@ class VllmEngines:
     def __init__(self, run: StageRun, plan: Plan, scratch: Path) -> None:
         self._run, self._plan, self._scratch = run, plan, scratch
 
-    def start(self, name: str) -> Generator:
+    def start(self, name: str) -> SpeculativeGenerator:
         """See `Engines.start`. Raises VerifierInvalid, ManifestInvalid for other bytes."""
         export = self._run.inputs["export"]
         draft = None if name == PLAIN else draft_folder(export, self._scratch / "export", name)
@@ -70,8 +73,10 @@ class VllmEngines:
 
     @functools.cached_property
     def _options(self) -> EngineOptions:
+        verifier = open_verifier(self._run.config.verifier)
         facts = self._run.inputs["verifier"].manifest.verifier
-        verifier = open_verifier(self._run.config.verifier, facts)
+        assert facts is not None, "a verifier artefact names its verifier"
+        verifier.must_be(facts)
         engine = self._plan.settings.engine
         return EngineOptions(
             model=verifier.local_folder(self._scratch),
@@ -94,7 +99,7 @@ def story(run: StageRun, engines: type[Engines] = VllmEngines) -> str:
     source, settings = run.inputs["prompts"].store, run.config.evaluate
     plan = make_plan(
         settings,
-        read_heldout(run.inputs["prompts"]),
+        read_heldout(source),
         untrained=has_untrained(run.inputs["export"]),
         where=source.url,
     )
@@ -124,7 +129,9 @@ def ask_all(
 ) -> tuple[dict[str, Answers], tuple[Divergence, ...]]:
     """Let each engine answer what it has not answered yet, and score where answers part."""
     work = run.store.child(f"work/{run.stage.name}")
-    answers = {name: Answers(work, name) for name in plan.blocks}
+    answers, clock = {name: Answers(work, name) for name in plan.blocks}, Clock()
+    for name, blocks in timed_elsewhere(plan, answers, clock.host).items():
+        answers[name].forget(blocks)
     prompts = [prompt.input_ids for prompt in plan.prompts]
     scored: tuple[Divergence, ...] = ()
     with (
@@ -136,9 +143,13 @@ def ask_all(
             missing = answers[name].missing(blocks)
             progress.advance(sum(map(len, {*blocks} - {*missing})), resumed=True, note=name)
             with LazyEngine(functools.partial(starter.start, name)) as engine:
-                limit = plan.settings.max_new_tokens
                 for block in answer_missing(
-                    engine, answers[name], missing, prompts, max_tokens=limit
+                    engine,
+                    answers[name],
+                    missing,
+                    prompts,
+                    max_tokens=plan.settings.max_new_tokens,
+                    clock=clock,
                 ):
                     progress.advance(len(block), note=name)
                     run.check_stop()
@@ -151,15 +162,22 @@ def ask_all(
 
 def write(run: StageRun, identity: str, figures: Figures, objects: dict[str, bytes]) -> None:
     """Write the objects and commit the manifest that names them."""
-    files = tuple(
-        artifacts.put(run.output(), path, data, timed=True) for path, data in objects.items()
-    )
+    for path, data in objects.items():
+        run.output().write_bytes(path, data)
     source = run.inputs["verifier"].manifest
     run.commit(
         Manifest(
             artifact="evaluate",
             identity=identity,
-            files=files,
+            files=tuple(
+                FileEntry(
+                    path=path,
+                    bytes=len(data),
+                    sha256=hashlib.sha256(data).hexdigest(),
+                    timed=True,
+                )
+                for path, data in objects.items()
+            ),
             rows_in=figures.heldout_prompts,
             rows_kept=figures.heldout_prompts,
             verifier=source.verifier,
@@ -177,9 +195,18 @@ def has_untrained(export: Artifact) -> bool:
 
 def draft_folder(export: Artifact, scratch: Path, name: str) -> Path:
     """The local folder of an exported draft, every byte of it checked. Raises ManifestInvalid."""
-    for entry in export.manifest.files:
-        export.local(entry.path, scratch)
     root = export.store.local_path() or scratch
+    for entry in export.manifest.files:
+        path = root / entry.path
+        if export.store.local_path() is None and not path.exists():
+            export.store.get_file(entry.path, path)
+        if sha256_of_file(path) != entry.sha256:
+            raise ManifestInvalid(
+                f"{export.store.url}/{entry.path}",
+                wanted=f"sha256 {entry.sha256[:16]}, as the manifest says",
+                found="other bytes",
+                remedy="run export again under a prefix of its own",
+            )
     return root / _UNTRAINED_FOLDER if name == UNTRAINED else root
 
 

@@ -205,9 +205,9 @@ def test_an_answer_that_ends_early_is_no_near_tie():
         refuse_changed_output([diverged(None)], dtype="bfloat16", near_tie=0.1, compared=64)
 
 
-def timed(prompts: tuple[int, ...], seconds: float, tokens: int = 10) -> Block:
+def timed(prompts: tuple[int, ...], seconds: float, host: str = "here", tokens: int = 10) -> Block:
     results = tuple(answer(prompt, tuple(range(tokens))) for prompt in prompts)
-    return Block(engine="any", seconds=seconds, results=results)
+    return Block(engine="any", seconds=seconds, host=host, attempt=host, results=results)
 
 
 def test_speed_is_measured_on_the_prompts_that_both_engines_answered():
@@ -222,6 +222,13 @@ def test_speed_is_measured_on_the_prompts_that_both_engines_answered():
 
 def test_one_block_gives_a_speed_without_an_interval():
     assert speed_figures(1, [timed((0,), 1.0)], [timed((0,), 4.0)]).interval is None
+
+
+def test_times_of_two_machines_make_no_speed():
+    drafted = [timed((0,), 1.0), timed((1,), 1.0)]
+    plain = [timed((0,), 2.0), timed((1,), 2.0, "there")]
+    with pytest.raises(AcceptanceInvalid, match="of here, there"):
+        speed_figures(1, drafted, plain)
 
 
 def test_speeds_of_other_blocks_are_not_compared():

@@ -1,186 +1,26 @@
 """The evaluate story over scripted engines: the split, the figures, the refusals, the resume."""
 
-import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import pytest
 
 from eagle3 import artifact as artifacts
-from eagle3.artifact import Artifact
-from eagle3.capture import Completion, Sampling
-from eagle3.config import EngineConfig, EvaluateConfig, PrepareConfig, RunConfig, VerifierConfig
-from eagle3.conversations import HeldoutPrompt, RowRecord
+from eagle3.config import EngineConfig
+from eagle3.conversations import RowRecord
 from eagle3.conversations.records import encode_lines
 from eagle3.errors import AcceptanceInvalid, ConfigError, ManifestInvalid, UpstreamMissing
 from eagle3.evaluation import PLAIN, TRAINED, UNTRAINED
-from eagle3.manifest import FileEntry, Manifest, TokenizerFacts, VerifierFacts
-from eagle3.stages import stage_named
 from eagle3.store import open_store
 from jobs.evaluate import draft_folder, story
-from jobs.process import StageRun, gate_inputs
-
-VERIFIER = VerifierFacts(fingerprint="f", num_hidden_layers=8, hidden_size=64, vocab_size=512)
-TOKENIZER = TokenizerFacts(fingerprint="t", size=300)
-K = 3
-
-
-class Killed(BaseException):
-    """What kill -9 looks like from inside: nothing handles it."""
-
-
-class Scripted:
-    """Engines that answer by arithmetic, behind the evaluate story's `Engines` protocol.
-
-    A step of the trained draft accepts two tokens, one of the untrained none. Class attributes
-    are the script: `changed` maps a prompt to the place where the trained answer leaves the
-    verifier's, `gap` is how far apart the verifier finds the two tokens there.
-    """
-
-    changed: ClassVar[dict[int, int]] = {}
-    gap: ClassVar[float] = 0.01
-    silent: ClassVar[bool] = False
-    kill_after: ClassVar[int | None] = None
-    log: ClassVar[list[str]] = []
-
-    def __init__(self, run: StageRun, plan, scratch: Path) -> None:
-        self.prompts = [prompt.input_ids for prompt in plan.prompts]
-
-    def start(self, name: str) -> "ScriptedEngine":
-        self.log.append(f"start {name}")
-        return ScriptedEngine(self, name)
-
-
-def asked(log: Sequence[str]) -> list[str]:
-    """The blocks that engines were asked for, out of a script's log."""
-    return [line for line in log if line.split()[0] not in ("start", "stop")]
-
-
-class ScriptedEngine:
-    def __init__(self, script: Scripted, name: str) -> None:
-        self.script, self.name = script, name
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        if sampling.num_top_logprobs:
-            return [self.score(prompt) for prompt in prompts]
-        if not sampling.ignore_end:
-            if self.script.kill_after == len(asked(self.script.log)):
-                raise Killed
-            self.script.log.append(f"{self.name} {len(prompts)}")
-        return [self.answer(prompt, sampling) for prompt in prompts]
-
-    def answer(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        ids = [(prompt[0] * 7 + at * at) % 100 for at in range(sampling.max_tokens)]
-        if self.name == TRAINED and prompt[0] in self.script.changed:
-            ids[self.script.changed[prompt[0]]] = 500
-        steps = (0, 0, 4 + prompt[0] % 2, 0) if self.name == TRAINED else (len(ids), 0, 0, 0)
-        if self.name == PLAIN or self.script.silent:
-            steps = ()
-        return Completion(tuple(ids), "length", (), steps)
-
-    def score(self, history: Sequence[int]) -> Completion:
-        at = len(history) - len(self.script.prompts[history[0]])
-        own = (history[0] * 7 + at * at) % 100
-        return Completion((own,), "length", ({own: -0.5, 500: -0.5 - self.script.gap},))
-
-    def close(self) -> None:
-        self.script.log.append(f"stop {self.name}")
+from tests.evaluable import TOKENIZER, VERIFIER, Killed, Scripted, World, asked
 
 
 @pytest.fixture
 def engines():
     """A script of its own for each test."""
     return type("Script", (Scripted,), {"log": []})
-
-
-class World:
-    """A run's store with everything upstream of evaluate, tiny but whole."""
-
-    def __init__(self, root: str, *, heldout: int = 10, untrained: bool = True) -> None:
-        self.store = open_store(root)
-        self.made: dict[str, Artifact] = {}
-        rows = [self.row(f"{i:032x}") for i in range(100, 120)]
-        prompts = [self.prompt(i) for i in range(heldout)]
-        self.make("verifier", (), {"config.json": b"{}"})
-        self.make(
-            "prepare",
-            (),
-            {"rows-000000.jsonl": encode_lines(rows), "heldout.jsonl": encode_lines(prompts)},
-        )
-        self.make("extract", ("prepare", "verifier"), {"hidden-000000.safetensors": b"states"})
-        self.make(
-            "vocab",
-            ("prepare", "verifier"),
-            {"coverage.json": b'{"curve": [[16, 0.5], [64, 0.9]]}'},
-            facts={"draft_vocab_size": 64, "coverage": 0.9},
-        )
-        line = b'{"kind": "train", "step": 1, "loss": 4.5}\n'
-        self.make("train", ("extract", "vocab", "verifier"), {"metrics.jsonl": line})
-        drafts = {"config.json": b"{}", "model.safetensors": b"weights"}
-        if untrained:
-            drafts |= {"untrained/config.json": b"{}", "untrained/model.safetensors": b"zeros"}
-        self.make("export", ("train", "vocab", "verifier"), drafts)
-
-    @staticmethod
-    def row(conversation: str) -> RowRecord:
-        return RowRecord(row="000000000.0", conversation=conversation, source=0, messages=[])
-
-    @staticmethod
-    def prompt(place: int) -> HeldoutPrompt:
-        ids = [place, *range(place % 3 + 1)]
-        return HeldoutPrompt(
-            row=f"{place:09d}.0", conversation=f"{place:032x}", messages=[], input_ids=ids
-        )
-
-    def make(
-        self, kind: str, inputs: tuple[str, ...], objects: dict[str, bytes], facts=None
-    ) -> Artifact:
-        prefix = self.store.child(kind)
-        files = []
-        for path, data in objects.items():
-            prefix.write_bytes(path, data)
-            files.append(FileEntry(path=path, bytes=len(data), sha256=prefix.sha256(path)))
-        manifest = Manifest(
-            artifact=kind,
-            identity=kind,
-            files=tuple(files),
-            inputs={name: self.made[name].ref() for name in inputs},
-            verifier=VERIFIER,
-            tokenizer=TOKENIZER,
-            facts=facts or {},
-        )
-        self.made[kind] = artifacts.commit(prefix, manifest)
-        return self.made[kind]
-
-    def run(self, inputs: dict[str, str] | None = None, **evaluate) -> StageRun:
-        settings = {
-            "num_prompts": 10,
-            "max_new_tokens": 16,
-            "num_speculative_tokens": K,
-            "concurrency": 4,
-            "speed_prompts": 3,
-            "lossless_prompts": 6,
-            "engine": EngineConfig(dtype="float32"),
-        }
-        config = RunConfig(
-            verifier=VerifierConfig(source="nowhere", serving_name="some/verifier"),
-            prepare=PrepareConfig(data=("nowhere.jsonl",)),
-            inputs=inputs or {},
-            evaluate=EvaluateConfig(**{**settings, **evaluate}),
-        )
-        stage = stage_named("evaluate")
-        return StageRun(
-            stage=stage,
-            config=config,
-            store=self.store,
-            inputs=gate_inputs(config, self.store, stage),
-        )
-
-    def written(self) -> dict:
-        return json.loads(self.store.read_bytes("evaluate/acceptance.json"))
 
 
 @pytest.fixture
@@ -243,10 +83,16 @@ def test_a_committed_evaluation_starts_nothing(world, engines):
     assert engines.log == []
 
 
-@pytest.mark.parametrize("moment", [0, 2, 7, 13])
-def test_a_killed_evaluation_goes_on_where_it_was(world, engines, moment, tmp_path):
-    undisturbed = World(f"{tmp_path}/other")
-    story(undisturbed.run(), type("Other", (Scripted,), {"log": []}))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    """What an evaluation writes that nobody disturbs."""
+    world = World(f"{tmp_path_factory.mktemp('undisturbed')}/run")
+    story(world.run(), type("Other", (Scripted,), {"log": []}))
+    return world.written()
+
+
+@pytest.mark.parametrize("moment", [2, 7, 13])
+def test_a_killed_evaluation_goes_on_where_it_was(world, engines, moment, undisturbed):
     engines.kill_after = moment
     with pytest.raises(Killed):
         story(world.run(), engines)
@@ -256,10 +102,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(world, engines, moment, tmp_pa
     story(world.run(), engines)
     assert len(before) == moment
     assert len(before) + len(asked(engines.log)) == 14, "no block is answered twice"
-    ours, theirs = world.written(), undisturbed.written()
-    for record in (ours, theirs):
-        del record["speed"]
-    assert ours == theirs
+    timed = {"speed": None}
+    assert {**world.written(), **timed} == {**undisturbed, **timed}
 
 
 def test_a_resumed_evaluation_starts_only_the_engines_that_it_needs(world, engines):
@@ -270,6 +114,29 @@ def test_a_resumed_evaluation_starts_only_the_engines_that_it_needs(world, engin
     engines.log.clear()
     story(world.run(), engines)
     assert [line for line in engines.log if "start" in line] == ["start untrained", "start plain"]
+
+
+def test_a_speed_is_never_made_of_two_machines(world, engines, monkeypatch):
+    engines.kill_after = 7
+    with pytest.raises(Killed):
+        story(world.run(), engines)
+    engines.kill_after = None
+    engines.log.clear()
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    story(world.run(), engines)
+    again = Counter(line for line in asked(engines.log) if line.startswith(TRAINED))
+    assert again == {"trained 4": 2, "trained 1": 3}, "what is timed, and no more"
+    speeds = world.written()["speed"]
+    assert [(speed["host"], speed["attempts"]) for speed in speeds] == [("another", 1)] * 2
+
+
+def test_a_speed_says_how_many_attempts_it_took(world, engines):
+    engines.kill_after = 7
+    with pytest.raises(Killed):
+        story(world.run(), engines)
+    engines.kill_after = None
+    story(world.run(), engines)
+    assert [speed["attempts"] for speed in world.written()["speed"]] == [2, 2]
 
 
 def test_other_settings_do_not_continue_an_evaluation(world, engines):
@@ -317,6 +184,13 @@ def test_more_prompts_to_compare_or_time_than_to_answer_are_refused(world, engin
 def test_a_draft_that_never_drafted_is_refused(world, engines):
     engines.silent = True
     with pytest.raises(AcceptanceInvalid, match="at least one verify step"):
+        story(world.run(), engines)
+    assert artifacts.find(world.store.child("evaluate")) is None
+
+
+def test_answers_that_do_not_add_up_to_the_engines_own_count_are_refused(world, engines):
+    engines.miscounted = 1
+    with pytest.raises(AcceptanceInvalid, match="counts of the trained engine"):
         story(world.run(), engines)
     assert artifacts.find(world.store.child("evaluate")) is None
 
