@@ -8,21 +8,21 @@ killed evaluation goes on where it was. Writes `acceptance.json` and `report.htm
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from rich.console import Console
 
+from eagle3 import artifact as artifacts
 from eagle3.acceptance import Divergence, Figures
 from eagle3.answers import Answers, Clock, LazyEngine, answer_missing, score_gaps
 from eagle3.artifact import Artifact
 from eagle3.capture import SpeculativeGenerator
 from eagle3.config import name_when_served
 from eagle3.conversations import read_heldout
-from eagle3.errors import ManifestInvalid
 from eagle3.evaluation import (
     PLAIN,
     TRAINED,
@@ -37,10 +37,9 @@ from eagle3.evaluation import (
     timed_elsewhere,
 )
 from eagle3.lineage import refuse_trained_on, walk
-from eagle3.manifest import FileEntry, Manifest
+from eagle3.manifest import Manifest
 from eagle3.report import gather, render
 from eagle3.report.terminal import show
-from eagle3.store import sha256_of_file
 from eagle3.verifier import open_verifier
 from eagle3.vllm_capture import EngineOptions, VllmGenerator
 from jobs.process import StageRun, run_stage
@@ -73,20 +72,16 @@ class VllmEngines:
 
     @functools.cached_property
     def _options(self) -> EngineOptions:
-        verifier = open_verifier(self._run.config.verifier)
         facts = self._run.inputs["verifier"].manifest.verifier
-        assert facts is not None, "a verifier artefact names its verifier"
-        verifier.must_be(facts)
-        engine = self._plan.settings.engine
-        return EngineOptions(
+        verifier = open_verifier(self._run.config.verifier, facts)
+        settings = self._plan.settings
+        together = max(settings.engine.max_num_seqs, settings.concurrency)
+        return EngineOptions.of(
+            msgspec.structs.replace(settings.engine, max_num_seqs=together),
             model=verifier.local_folder(self._scratch),
             max_model_len=self._plan.max_model_len,
-            dtype=engine.dtype,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            max_num_seqs=max(engine.max_num_seqs, self._plan.settings.concurrency),
-            gpu_memory_utilization=engine.gpu_memory_utilization,
             trust_remote_code=self._run.config.verifier.trust_remote_code,
-            extra=engine.extra,
+            between_steps=self._run.check_stop,
         )
 
 
@@ -99,7 +94,7 @@ def story(run: StageRun, engines: type[Engines] = VllmEngines) -> str:
     source, settings = run.inputs["prompts"].store, run.config.evaluate
     plan = make_plan(
         settings,
-        read_heldout(source),
+        read_heldout(run.inputs["prompts"]),
         untrained=has_untrained(run.inputs["export"]),
         where=source.url,
     )
@@ -162,22 +157,15 @@ def ask_all(
 
 def write(run: StageRun, identity: str, figures: Figures, objects: dict[str, bytes]) -> None:
     """Write the objects and commit the manifest that names them."""
-    for path, data in objects.items():
-        run.output().write_bytes(path, data)
+    files = tuple(
+        artifacts.put(run.output(), path, data, timed=True) for path, data in objects.items()
+    )
     source = run.inputs["verifier"].manifest
     run.commit(
         Manifest(
             artifact="evaluate",
             identity=identity,
-            files=tuple(
-                FileEntry(
-                    path=path,
-                    bytes=len(data),
-                    sha256=hashlib.sha256(data).hexdigest(),
-                    timed=True,
-                )
-                for path, data in objects.items()
-            ),
+            files=files,
             rows_in=figures.heldout_prompts,
             rows_kept=figures.heldout_prompts,
             verifier=source.verifier,
@@ -195,18 +183,9 @@ def has_untrained(export: Artifact) -> bool:
 
 def draft_folder(export: Artifact, scratch: Path, name: str) -> Path:
     """The local folder of an exported draft, every byte of it checked. Raises ManifestInvalid."""
-    root = export.store.local_path() or scratch
     for entry in export.manifest.files:
-        path = root / entry.path
-        if export.store.local_path() is None and not path.exists():
-            export.store.get_file(entry.path, path)
-        if sha256_of_file(path) != entry.sha256:
-            raise ManifestInvalid(
-                f"{export.store.url}/{entry.path}",
-                wanted=f"sha256 {entry.sha256[:16]}, as the manifest says",
-                found="other bytes",
-                remedy="run export again under a prefix of its own",
-            )
+        export.local(entry.path, scratch)
+    root = export.store.local_path() or scratch
     return root / _UNTRAINED_FOLDER if name == UNTRAINED else root
 
 
