@@ -6,6 +6,11 @@ a sample over the file; ours keeps the tensors of one sample together, in the or
 of each sample's bytes, so that a ranged read can tell a flipped bit or a short answer, which the
 manifest's sha256 of the whole object cannot. The same rows give the same bytes, always.
 
+A token shard is read whole, so `rows_of` proves it by the manifest's sha256. Shards of hidden
+states are read row by row, each by its CRC-32: hashing terabytes before the first step would read
+all of them twice. What that cannot tell is a whole shard put in another's place, of as many rows
+and tokens.
+
 Layout: 8 bytes, the header's length as little-endian unsigned integer; the header, JSON padded
 with spaces to a multiple of 8; then the tensors without gaps (`data_offsets` count from there).
 """
@@ -77,9 +82,15 @@ class SampleRef:
     hidden_size: int = 0
 
 
-def encode_rows(rows: Iterable[TokenRow]) -> bytes:
-    """A shard of token rows. Raises ShardInvalid for a row that is not what TokenRow says."""
-    return _encode([(row.row, (row.input_ids, row.loss_mask)) for row in rows])
+def encode_rows(rows: Iterable[TokenRow], *, unanswered: bool = False) -> bytes:
+    """A shard of token rows. Raises ShardInvalid for a row that is not what TokenRow says.
+
+    Args:
+        unanswered: whether a row may have nothing supervised, as a prompt has before regenerate
+            answers it. Whoever reads such a row to train on it gets ShardInvalid.
+    """
+    named = [(row.row, (row.input_ids, row.loss_mask)) for row in rows]
+    return _encode(named, unanswered=unanswered)
 
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
@@ -164,7 +175,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def _encode(rows: Sequence[tuple[str, tuple[Tensor, ...]]]) -> bytes:
+def _encode(rows: Sequence[tuple[str, tuple[Tensor, ...]]], *, unanswered: bool = False) -> bytes:
     header: dict[str, object] = {}
     checksums: dict[str, str] = {}
     chunks: list[bytes] = []
@@ -172,7 +183,7 @@ def _encode(rows: Sequence[tuple[str, tuple[Tensor, ...]]]) -> bytes:
     for row, tensors in rows:
         if row in checksums or not row or "/" in row:
             raise _invalid("a shard being written", row, "a row name of its own", "one in use")
-        _check_row("a shard being written", row, tensors)
+        _check_row("a shard being written", row, tensors, unanswered=unanswered)
         crc = 0
         for part, tensor in zip(_PARTS, tensors, strict=False):
             data = _to_bytes(tensor)
@@ -189,14 +200,16 @@ def _encode(rows: Sequence[tuple[str, tuple[Tensor, ...]]]) -> bytes:
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *chunks])
 
 
-def _check_row(where: str, row: str, tensors: tuple[Tensor, ...]) -> None:
+def _check_row(
+    where: str, row: str, tensors: tuple[Tensor, ...], *, unanswered: bool = False
+) -> None:
     """What must hold of a row on its way in or out. Raises ShardInvalid."""
     ids, mask = tensors[:2]
     if ids.dtype != torch.int64 or mask.dtype != torch.int64:
         raise _invalid(where, row, "int64 ids and mask", f"{ids.dtype} and {mask.dtype}")
     if ids.ndim != 1 or not len(ids) or mask.shape != ids.shape:
         raise _invalid(where, row, "ids [T] and mask [T]", f"{[*ids.shape]} and {[*mask.shape]}")
-    if bool(((mask != 0) & (mask != 1)).any()) or not bool(mask.any()):
+    if bool(((mask != 0) & (mask != 1)).any()) or not (unanswered or bool(mask.any())):
         raise _invalid(where, row, "a mask of 0 and 1 with at least one 1", "another mask")
     if bool((ids < 0).any()):
         raise _invalid(where, row, "token ids from 0", int(ids.min()))

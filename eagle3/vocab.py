@@ -87,10 +87,9 @@ def counts_from_dict(counts: MappingType[int, int], vocab_size: int) -> torch.Te
 
 def supervised_counts(rows: Iterable[TokenRow], vocab_size: int) -> torch.Tensor:
     """int64 [V]: how often each token is supervised in these rows."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        counts += torch.bincount(row.input_ids[row.loss_mask == 1], minlength=vocab_size)
-    return counts
+    supervised = [row.input_ids[row.loss_mask == 1] for row in rows]
+    none = torch.zeros(0, dtype=torch.int64)
+    return torch.bincount(torch.cat([none, *supervised]), minlength=vocab_size)
 
 
 def counts_to_dict(counts: torch.Tensor) -> dict[int, int]:

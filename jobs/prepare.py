@@ -33,14 +33,18 @@ def story(run: StageRun) -> str:
     sources = open_sources(config.data)
     measured = [source.measure() for source in sources]
     verifier = open_verifier(run.config.verifier)
-    converter = Converter(Renderer(verifier.load_tokenizer(), verifier.stop_ids), config)
+    # What nobody has answered is of use only where the verifier will.
+    unanswered = run.config.regenerate.enabled
+    renderer = Renderer(verifier.load_tokenizer(), verifier.stop_ids)
+    converter = Converter(renderer, config, unanswered=unanswered)
     fingerprints = {
         "verifier": verifier.facts().fingerprint,
         "tokenizer": verifier.tokenizer_facts().fingerprint,
     }
     data = {f"data.{i}": file.sha256 for i, (file, _) in enumerate(measured)}
     stop_ids = {"stop_ids": list(verifier.stop_ids)}
-    identity = run.claim(inputs={**fingerprints, **data}, settings=stop_ids)
+    settings = {**stop_ids, "regenerate": {"enabled": unanswered}}
+    identity = run.claim(inputs={**fingerprints, **data}, settings=settings)
     if done := run.committed(identity):
         return f"already committed, {done.manifest.total_samples} rows"
 
@@ -91,7 +95,13 @@ def convert_rows(
     config = run.config.prepare
     made = Preparation(run.output(), config, rows=num_rows, vocab_size=verifier.vocab_size)
     converted = (
-        parallel_outcomes(verifier.pinned(run.config.verifier), config, sources, num_rows)
+        parallel_outcomes(
+            verifier.pinned(run.config.verifier),
+            config,
+            sources,
+            num_rows,
+            unanswered=run.config.regenerate.enabled,
+        )
         if config.num_workers
         else outcomes(converter, sources, num_rows)
     )

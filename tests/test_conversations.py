@@ -486,6 +486,52 @@ def test_a_broken_row_is_rejected_by_a_reason_of_its_own(
     assert outcome.reason == expected
 
 
+ASKED: dict[str, Any] = {"messages": [USER]}
+
+
+def test_a_conversation_that_nobody_answered_is_kept_where_the_verifier_will(
+    fast: Tokenizers,
+) -> None:
+    tokenizer = fast(chats.CHATML)
+    config = PrepareConfig(data=("a",), heldout_share=0.0, min_supervised_tokens=9)
+    outcome = kept(Converter(renderer(tokenizer), config, unanswered=True), ASKED)
+    (row,) = outcome.rows
+    assert row == (renderer(tokenizer).prompt_ids([USER], None), [0] * len(row[0]))
+    assert outcome.messages == [USER]
+    assert outcome.counts == {"unanswered": 1}
+    answered = {"messages": [USER, ANSWER]}
+    assert (
+        kept(converter(tokenizer), answered).rows
+        == kept(
+            Converter(
+                renderer(tokenizer), PrepareConfig(data=("a",), heldout_share=0.0), unanswered=True
+            ),
+            answered,
+        ).rows
+    )
+
+
+def test_without_regenerate_it_is_rejected_with_the_reason(fast: Tokenizers) -> None:
+    outcome = convert(converter(fast(chats.CHATML)), ASKED)
+    assert isinstance(outcome, Rejected)
+    assert outcome.reason == "no_answer"
+    assert "regenerate is not enabled" in outcome.detail
+
+
+def test_a_prompt_that_nobody_answered_can_be_held_out(fast: Tokenizers) -> None:
+    config = PrepareConfig(data=("a",), heldout_share=1.0)
+    outcome = convert(Converter(renderer(fast(chats.CHATML)), config, unanswered=True), ASKED)
+    assert isinstance(outcome, HeldOut)
+    assert outcome.messages == [USER]
+
+
+def test_a_prompt_that_nobody_answered_may_be_too_long(fast: Tokenizers) -> None:
+    config = PrepareConfig(data=("a",), heldout_share=0.0, max_seq_len=4)
+    outcome = convert(Converter(renderer(fast(chats.CHATML)), config, unanswered=True), ASKED)
+    assert isinstance(outcome, Rejected)
+    assert outcome.reason == "too_long"
+
+
 # ---- held-out prompts ------------------------------------------------------------------------
 
 

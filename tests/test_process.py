@@ -232,4 +232,5 @@ def test_a_stage_that_is_asked_to_stop_never_ends_in_success(arguments, number, 
         _, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert words in err
+    assert err.count("train:") == 1
     assert "Traceback" not in err

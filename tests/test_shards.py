@@ -261,3 +261,17 @@ def test_a_token_row_is_not_taken_for_a_sample(tmp_path: Path) -> None:
     reader = ShardReader(store, "a.safetensors")
     with pytest.raises(ShardInvalid, match="hidden states"):
         reader.read(reader.refs()[0])
+
+
+def test_a_row_of_which_nothing_is_supervised_is_written_for_regenerate_and_never_trained_on(
+    tmp_path: Path,
+) -> None:
+    ids = torch.tensor([5, 6, 7])
+    row = TokenRow(row="0", input_ids=ids, loss_mask=torch.zeros_like(ids))
+    with pytest.raises(ShardInvalid, match="with at least one 1"):
+        encode_rows([row])
+    store = open_store(str(tmp_path))
+    store.create_bytes("a.safetensors", encode_rows([row], unanswered=True))
+    assert [ref.num_tokens for ref in ShardReader(store, "a.safetensors").refs()] == [3]
+    with pytest.raises(ShardInvalid, match="with at least one 1"):
+        read_rows(store, "a.safetensors")

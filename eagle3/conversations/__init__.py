@@ -7,7 +7,7 @@ row, `pool` for all, `output` and `records` are what lies in a prepare artefact,
 
 from eagle3.conversations.convert import Converter, FormOfFile, HeldOut, Kept
 from eagle3.conversations.messages import Conversation, Message, Rejected
-from eagle3.conversations.output import TOKEN_COUNTS_NAME, Preparation
+from eagle3.conversations.output import Preparation
 from eagle3.conversations.pool import outcomes, parallel_outcomes
 from eagle3.conversations.reading import RawRow, Source, open_sources
 from eagle3.conversations.records import (
@@ -21,7 +21,6 @@ from eagle3.conversations.rendering import Renderer, RowBuilder
 
 __all__ = [
     "HELDOUT_NAME",
-    "TOKEN_COUNTS_NAME",
     "Conversation",
     "Converter",
     "FormOfFile",

@@ -42,8 +42,9 @@ class Kept(Outcome):
 
     Attributes:
         rows: (input_ids, loss_mask) of each token row.
-        counts: turns, turns_too_long (left out at the end, whole turns only), and
-            rows_too_short (of the conversation's token rows, left out).
+        counts: turns, turns_too_long (left out at the end, whole turns only),
+            rows_too_short (of the conversation's token rows, left out), and unanswered (1 where
+            there is no answer, and so nothing to train on before regenerate).
     """
 
     rows: list[tuple[list[int], list[int]]]
@@ -95,17 +96,28 @@ class FormOfFile:
 class Converter:
     """Rows to outcomes, by one renderer and one configuration. Pure: a row decides its outcome."""
 
-    def __init__(self, renderer: Renderer, config: PrepareConfig) -> None:
-        """Raises ConfigError for a role map that leads nowhere."""
+    def __init__(
+        self, renderer: Renderer, config: PrepareConfig, *, unanswered: bool = False
+    ) -> None:
+        """Args: unanswered: keep conversations without an answer, since regenerate gives them one.
+
+        Raises ConfigError for a role map that leads nowhere.
+        """
         self._renderer = renderer
         self._config = config
+        self._unanswered = unanswered
         self._roles = role_map(config.roles)
 
     def convert(self, raw: RawRow, form: FormOfFile) -> Kept | HeldOut | Rejected:
         """What becomes of a row. Raises ConversationsInvalid for a file of mixed forms."""
         try:
             record = raw.record()
-            found = parsing.parse(record, form.check(record, raw.place), self._roles)
+            found = parsing.parse(
+                record,
+                form.check(record, raw.place),
+                self._roles,
+                unanswered=self._unanswered,
+            )
             name = conversation_id(found.messages)
             if is_heldout(name, self._config.heldout_share):
                 return self._held_out(found, name)
@@ -114,11 +126,7 @@ class Converter:
             return rejected
 
     def _held_out(self, found: Conversation, name: str) -> HeldOut:
-        prompt = found.messages[: _answers(found.messages)[0]]
-        self._renderer.check_texts(prompt, found.tools)
-        ids = self._renderer.prompt_ids(prompt, found.tools)
-        if len(ids) >= self._config.max_seq_len:
-            raise Rejected("too_long", f"a prompt of {len(ids)} tokens")
+        prompt, ids = self._prompt(found)
         return HeldOut(
             conversation=name,
             digest=_digest(found),
@@ -127,8 +135,32 @@ class Converter:
             input_ids=ids,
         )
 
+    def _prompt(self, found: Conversation) -> tuple[list[Message], list[int]]:
+        """The messages up to the first answer, and their ids. Raises Rejected."""
+        answers = _answers(found.messages)
+        prompt = found.messages[: answers[0]] if answers else found.messages
+        self._renderer.check_texts(prompt, found.tools)
+        ids = self._renderer.prompt_ids(prompt, found.tools)
+        if len(ids) >= self._config.max_seq_len:
+            raise Rejected("too_long", f"a prompt of {len(ids)} tokens")
+        return prompt, ids
+
+    def _asked(self, found: Conversation, name: str) -> Kept:
+        """A conversation that nobody has answered: one row, of which nothing is supervised."""
+        _, ids = self._prompt(found)
+        return Kept(
+            conversation=name,
+            digest=_digest(found),
+            messages=found.messages,
+            tools=found.tools,
+            rows=[(ids, [0] * len(ids))],
+            counts={"unanswered": 1},
+        )
+
     def _kept(self, found: Conversation, name: str) -> Kept:
         answers = _answers(found.messages)
+        if not answers:
+            return self._asked(found, name)
         self._renderer.check_texts(found.messages[: answers[-1] + 1], found.tools)
         builder = RowBuilder(self._config.max_seq_len)
         fitting = 0

@@ -91,14 +91,19 @@ def forms_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def parse(record: Mapping[str, Any], form: str, roles: Mapping[str, str]) -> Conversation:
-    """The conversation of a row of a known form. Raises Rejected."""
+def parse(
+    record: Mapping[str, Any], form: str, roles: Mapping[str, str], *, unanswered: bool = False
+) -> Conversation:
+    """The conversation of a row of a known form; `unanswered` ones only where that is wanted.
+
+    Raises Rejected.
+    """
     raw = _raw_messages(record, form)
     messages = [_message(one, roles) for one in raw]
     system = record.get("system") or record.get("system_prompt")
     if system is not None:
         messages = _with_system(messages, system)
-    _check_order(messages)
+    _check_order(messages, unanswered=unanswered)
     return Conversation(messages=messages, tools=_tools(record.get("tools")))
 
 
@@ -226,7 +231,7 @@ def _with_system(messages: list[Message], system: Any) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _check_order(messages: list[Message]) -> None:
+def _check_order(messages: list[Message], *, unanswered: bool) -> None:
     """What no template has to say: it begins with a prompt, and every answer says something."""
     spoken = [message for message in messages if message["role"] != "system"]
     if not spoken or not any(message["role"] == "user" for message in spoken):
@@ -236,7 +241,7 @@ def _check_order(messages: list[Message]) -> None:
     if not spoken[0]["content"].strip():
         raise Rejected("empty_prompt")
     answers = [message for message in spoken if message["role"] == "assistant"]
-    if not answers:
-        raise Rejected("no_answer", "no assistant message")
+    if not answers and not unanswered:
+        raise Rejected("no_answer", "no assistant message, and regenerate is not enabled")
     if any(not one["content"].strip() and not one.get("tool_calls") for one in answers):
         raise Rejected("empty_answer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from safetensors.torch import save
 
 from eagle3 import artifact as artifacts
 from eagle3.config import PrepareConfig
@@ -15,8 +14,7 @@ from eagle3.errors import ConversationsInvalid
 from eagle3.manifest import FileEntry, Manifest, totals
 from eagle3.shards import TokenRow, encode_rows
 from eagle3.store import Store
-
-TOKEN_COUNTS_NAME = "token_counts.safetensors"
+from eagle3.vocab import COUNTS_NAME, encode_counts, supervised_counts
 
 
 class RowWriter:
@@ -61,7 +59,7 @@ class RowWriter:
         """Write the last shard and the token counts."""
         if self._rows:
             self._flush()
-        self.write(TOKEN_COUNTS_NAME, save({"counts": self.counts}))
+        self.write(COUNTS_NAME, encode_counts(self.counts))
 
     def write(self, path: str, data: bytes, *, samples: int = 0, tokens: int = 0) -> None:
         """Create an object and enter it. Raises IdentityConflict where other bytes lie there."""
@@ -71,10 +69,12 @@ class RowWriter:
     def _flush(self) -> None:
         name = f"rows-{self._shards:06d}"
         tokens = sum(len(row.input_ids) for row in self._rows)
-        supervised = torch.cat([row.input_ids[row.loss_mask == 1] for row in self._rows])
-        self.counts += torch.bincount(supervised, minlength=len(self.counts))
+        self.counts += supervised_counts(self._rows, len(self.counts))
         self.write(
-            f"{name}.safetensors", encode_rows(self._rows), samples=len(self._rows), tokens=tokens
+            f"{name}.safetensors",
+            encode_rows(self._rows, unanswered=True),
+            samples=len(self._rows),
+            tokens=tokens,
         )
         self.write(f"{name}.jsonl", encode_lines(self._records))
         self._shards += 1
@@ -165,4 +165,4 @@ class Preparation:
         self._writer.add(outcome, source_row=source_row, source=source)
         self._facts["conversations"] += 1
         for name, count in outcome.counts.items():
-            self._facts[name] += count
+            self._facts[name] = self._facts.get(name, 0) + count

@@ -43,6 +43,8 @@ def parallel_outcomes(
     config: PrepareConfig,
     sources: Sequence[Source],
     num_rows: int,
+    *,
+    unanswered: bool = False,
 ) -> Iterator[Placed]:
     """The same from `config.num_workers` spawned processes, each with a tokenizer of its own.
 
@@ -52,7 +54,7 @@ def parallel_outcomes(
         config.num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(verifier, config),
+        initargs=(verifier, config, unanswered),
     )
     waiting: deque[Future[list[Placed]]] = deque()
     try:
@@ -90,11 +92,12 @@ def _converted(converter: Converter, chunk: _Chunk) -> Iterator[Placed]:
         yield index, f"{form.url}:{raw.place}", converter.convert(raw, form)
 
 
-def _start_worker(verifier: VerifierConfig, config: PrepareConfig) -> None:
+def _start_worker(verifier: VerifierConfig, config: PrepareConfig, unanswered: bool) -> None:
     # A pool hands on what its initializer makes in no other way.
     global _converter
     opened = open_verifier(verifier)
-    _converter = Converter(Renderer(opened.load_tokenizer(), opened.stop_ids), config)
+    renderer = Renderer(opened.load_tokenizer(), opened.stop_ids)
+    _converter = Converter(renderer, config, unanswered=unanswered)
 
 
 def _convert_in_worker(chunk: _Chunk) -> list[Placed]:

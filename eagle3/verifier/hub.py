@@ -25,7 +25,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not in __all__
+    build_hf_headers,
+    hf_raise_for_status,
+    http_backoff,
+)
 
 from eagle3.errors import PermissionRefused, ServiceUnavailable
 
