@@ -21,7 +21,7 @@ from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.conversations import RawRow, Source, open_sources, read_heldout, read_row_records
 from eagle3.conversations.split import conversation_id
-from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.errors import ConfigError, ConversationsInvalid, ShardInvalid
 from eagle3.manifest import MANIFEST_NAME
 from eagle3.shards import TokenRow, read_rows
 from eagle3.store import open_store
@@ -296,6 +296,27 @@ def test_a_mixture_of_forms_fails_with_both_lines(
     said = capfd.readouterr().err
     assert "chats.jsonl:3" in said
     assert "as line 1" in said
+
+
+def test_prompts_alone_are_prepared_where_regenerate_answers_them_and_nowhere_else(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = [{"messages": chat(i)["messages"][:1]} for i in range(10)]
+    data = write_jsonl(tmp_path / "chats.jsonl", asked)
+    config = write_config(tmp_path, verifier, data, heldout_share=0.0)
+    assert run_prepare(config, tmp_path / "run") == 0
+    made = committed(tmp_path / "run")
+    assert (made.manifest.facts["unanswered"], made.manifest.facts["supervised_tokens"]) == (10, 0)
+    records = read_row_records(made, "rows-000000.jsonl")
+    assert [record.messages for record in records] == [row["messages"] for row in asked[:8]]
+    with pytest.raises(ShardInvalid):
+        rows_of(made)
+    settings = {**yaml.safe_load(config.read_text()), "regenerate": {"enabled": False}}
+    config.write_text(yaml.safe_dump(settings))
+    assert run_prepare(config, tmp_path / "run") == 65
+    assert "prepare: regenerate.enabled: wanted True" in capfd.readouterr().err
+    assert run_prepare(config, tmp_path / "other") == 65
+    assert "no_answer" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["template", "data", "length", "verifier"])
