@@ -20,7 +20,7 @@ from eagle3.shards import Sample, encode_samples
 from eagle3.stages import stage_named
 from eagle3.store import Store, open_store, sha256_of_file
 from eagle3.verifier import open_verifier
-from eagle3.vocab import MAPPING_NAME, build_mapping, encode, mapping_sha256
+from eagle3.vocab import MAPPING_NAME, Mapping, build_mapping, encode, mapping_sha256
 from jobs.process import StageRun
 
 DRAFT_VOCAB_SIZE = 128
@@ -166,12 +166,17 @@ def _commit_states(store: Store, run: Store, num_rows: int, seed: int) -> None:
     artifacts.commit(store, manifest)
 
 
+def tiny_mapping(vocab_size: int) -> Mapping:
+    """The mapping of every run of `make_run` on a verifier of that size."""
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(1, 1000, (vocab_size,), generator=generator)
+    return build_mapping(counts, DRAFT_VOCAB_SIZE, (0, 1, 2))
+
+
 def _commit_vocab(store: Store, run: Store) -> None:
     verifier = artifact_at(run, "verifier").manifest
     assert verifier.verifier is not None
-    generator = torch.Generator().manual_seed(1)
-    counts = torch.randint(1, 1000, (verifier.verifier.vocab_size,), generator=generator)
-    mapping = build_mapping(counts, DRAFT_VOCAB_SIZE, (0, 1, 2))
+    mapping = tiny_mapping(verifier.verifier.vocab_size)
     data = encode(mapping, required_ids=(0, 1, 2))
     store.create_bytes(MAPPING_NAME, data)
     entry = FileEntry(path=MAPPING_NAME, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
