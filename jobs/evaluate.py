@@ -125,8 +125,8 @@ def ask_all(
     """Let each engine answer what it has not answered yet, and score where answers part."""
     work = run.store.child(f"work/{run.stage.name}")
     answers, clock = {name: Answers(work, name) for name in plan.blocks}, Clock()
-    for name, blocks in timed_elsewhere(plan, answers, clock.host).items():
-        answers[name].forget(blocks)
+    for name, stale in timed_elsewhere(plan, answers, clock.host).items():
+        answers[name].forget(stale)
     prompts = [prompt.input_ids for prompt in plan.prompts]
     scored: tuple[Divergence, ...] = ()
     with (
