@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle3.errors import ConfigError, VerifierInvalid
-from tests.test_verifier import V, edit_json, opened, refusal
-from tests.tiny_verifiers import make_kimi, make_llama, make_qwen3
+from tests import test_verifier
+from tests.test_verifier import MAKERS, V, edit_json, opened, refusal
 
-MAKERS = {"llama": make_llama, "qwen3": make_qwen3, "kimi": make_kimi}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each family, never written to."""
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make(folder / name) for name, make in MAKERS.items()}
-
-
-@pytest.fixture
-def llama(models: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(models["llama"], tmp_path / "llama"))
-
-
-@pytest.fixture
-def kimi(models: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(models["kimi"], tmp_path / "kimi"))
+# The fixtures of the verifiers themselves.
+models, llama, kimi = test_verifier.models, test_verifier.llama, test_verifier.kimi
 
 
 class TestTokenizer:
