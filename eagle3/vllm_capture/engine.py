@@ -154,18 +154,22 @@ class Engine:
     ) -> LLM:
         # Processes of its own keep this one's standard error, and are told not to write there.
         quiet = nullcontext() if self.separate_process else expected_lines_left_out()
+        llm: LLM | None = None
         try:
             with set_for_now(environment), expected_warnings(), quiet:
-                return LLM(**arguments)
+                llm = LLM(**arguments)
         except (RuntimeError, ValueError) as error:
             if not self.separate_process:
                 cleanup_dist_env_and_memory()
             said = f"{error}\n{read_errors(Path(self._folder.name))}"
-            self._folder.cleanup()
             explained = explain(said, options.model, options.max_model_len)
             if explained is None:
                 raise
             raise explained from error
+        finally:
+            if llm is None:
+                self._folder.cleanup()
+        return llm
 
     def enqueue(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
         """Hand over all prompts before the first step; returns the requests' ids, in order.
