@@ -1,3 +1,9 @@
+"""The exported draft: what vLLM reads of it, for every shape of verifier, and what is refused.
+
+Protects the silent faults of serving: a server loads nearly any folder, runs, and accepts nothing.
+Each entry of FAULTS is one way to such a folder, and must be refused by the name of its field.
+"""
+
 import json
 import shutil
 from collections.abc import Callable

@@ -48,8 +48,8 @@ from tests.trainable import artifact_at, config_of, copy_of, make_run, recommit,
 pytestmark = pytest.mark.engine
 
 CONFIG = config_of()
-# Long enough that a signal finds it at work, short enough to be finished afterwards.
-LONG = {"epochs": 5, "checkpoints_per_epoch": 2}
+# Its first checkpoint comes long before its end, so that a signal then finds it at work.
+LONG = {"epochs": 3, "checkpoints_per_epoch": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,6 +169,8 @@ class TestUndisturbed:
         assert all(len(p.accuracy) == 3 == len(p.losses) for p in curve_of(trained))
         assert manifest.facts["aux_layer_ids"] == [2, 4, 5]
         assert manifest.rows_in == manifest.rows_kept == 12
+        facts = manifest.facts
+        assert 0 < facts["out_of_vocabulary_tokens"] < facts["supervised_tokens"]
 
     def test_status_finds_the_progress_object(self, trained: Store) -> None:
         record = json.loads(trained.read_bytes("progress/train-0.json"))
@@ -340,7 +342,7 @@ class TestSeveralProcesses:
     @pytest.mark.timeout(900)
     def test_two_processes_share_the_steps(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
-        config = config_of(processes=2)
+        config = config_of(processes=2, epochs=1)
         message = train.story(stage_run("train", store, config))
         facts = artifact_at(store, "train").manifest.facts
         lengths = [ref.num_tokens for ref in index_rows(artifact_at(store, "extract")).refs]
@@ -348,7 +350,7 @@ class TestSeveralProcesses:
         assert facts["steps"] == plan.total == len(steps_of(store))
         assert message == f"trained {plan.total} steps with 2 processes"
         assert facts["world_size"] == 2
-        alone = stage_run("train", store, config_of())
+        alone = stage_run("train", store, config_of(epochs=1))
         with pytest.raises(IdentityConflict, match="world_size"):
             train.story(alone)
 
