@@ -22,7 +22,7 @@ from eagle3.errors import ConfigError
 from eagle3.stages import STAGES
 
 # `organisation/name`, or one word; anything else is a path or a URL.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DType = Literal["bfloat16", "float32"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,7 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[DType, _doc("type of the verifier's weights and activations")] = "bfloat16"
     tensor_parallel_size: Annotated[Count, _doc("GPUs per engine", affects=False)] = 1
     max_num_seqs: Annotated[
-        Count, _doc("sequences in one step", unit="sequences", affects=False)
+        Count,
+        _doc("sequences in one step; part of the result where regenerate samples", affects=False),
     ] = 32
     gpu_memory_utilization: Annotated[
         Share, _doc("share of a GPU's memory for the engine", affects=False)
@@ -221,7 +222,7 @@ class EvaluateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 64
     near_tie: Annotated[
         NearTie,
-        _doc("in bfloat16 a divergence is allowed below this gap", unit="nats", affects=False),
+        _doc("in bfloat16 a divergence is allowed below this gap", unit="nats"),
     ] = 0.1
     compare_untrained: Annotated[bool, _doc("measure the untrained draft too")] = True
     engine: Annotated[EngineConfig, _doc("how vLLM is started")] = EngineConfig()
@@ -307,7 +308,7 @@ def name_when_served(config: VerifierConfig) -> str:
     """
     if config.serving_name:
         return config.serving_name
-    if _HUB_ID.fullmatch(config.source):
+    if HUB_ID.fullmatch(config.source):
         return config.source
     raise ConfigError(
         "verifier.serving_name",

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from eagle3.verifier import (
     load_verifier_artifact,
     open_verifier,
 )
+from eagle3.verifier.files import VerifierFiles
 from eagle3.verifier.fingerprint import chosen
 from eagle3.verifier.weights import StoredTensor
 from tests.tiny_verifiers import make_kimi, make_llama, make_qwen3
@@ -345,6 +347,49 @@ class TestB88Identity:
         edit_json(llama / "config.json", rope_theta=1e6)
         with pytest.raises(VerifierInvalid, match=f"fingerprint: wanted {before.fingerprint}"):
             opened(llama).must_be(before)
+
+    def test_a_fingerprint_of_another_formula_is_told_as_such(self, llama: Path) -> None:
+        before = opened(llama).facts()
+        older = msgspec.structs.replace(before, fingerprint=before.fingerprint.partition(":")[2])
+        with pytest.raises(VerifierInvalid, match="which another version of eagle3 took"):
+            opened(llama).must_be(older)
+
+    def test_no_request_is_made_for_a_tensor_without_elements(
+        self, llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        edit_tensors(llama, model__nothing=torch.zeros(0))
+        whole, asked = VerifierFiles.read_range, []
+
+        def noted(self: VerifierFiles, name: str, start: int, end: int) -> bytes:
+            asked.append((start, end))
+            return whole(self, name, start, end)
+
+        monkeypatch.setattr(VerifierFiles, "read_range", noted)
+        opened(llama).facts()
+        assert asked
+        assert all(start < end for start, end in asked)
+
+    def test_a_store_that_gives_fewer_bytes_than_asked_for_is_refused(
+        self, llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = Store.read_range
+        monkeypatch.setattr(
+            Store, "read_range", lambda self, path, start, end: whole(self, path, start, end)[:-1]
+        )
+        assert "model.safetensors: wanted the 8 bytes from byte 0, found 7" in refusal(llama)
+
+    def test_a_header_that_gives_a_tensor_fewer_bytes_than_its_shape_takes(
+        self, llama: Path
+    ) -> None:
+        path = llama / "model.safetensors"
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header["model.embed_tokens.weight"]["data_offsets"][1] -= 2
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        with pytest.raises(VerifierInvalid, match=r"bytes, for shape \[512, 64\]"):
+            opened(llama).three_tensors()
 
     def test_another_template_is_another_tokenizer(self, llama: Path) -> None:
         before = opened(llama).tokenizer_facts()

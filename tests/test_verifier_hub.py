@@ -1,8 +1,10 @@
 """A verifier on the hub: ranges instead of downloads, and one commit from prepare on.
 
-The hub is a server of this process that answers as huggingface.co does to the real client.
+The hub is a server of this process that answers as huggingface.co does to the real client, and
+so is the storage that it sends the client to for weights.
 """
 
+import contextlib
 import json
 import shutil
 import threading
@@ -17,7 +19,13 @@ import pytest
 from huggingface_hub import constants
 
 from eagle3.config import VerifierConfig
-from eagle3.errors import PermissionRefused, ServiceUnavailable, VerifierInvalid
+from eagle3.errors import (
+    ConfigError,
+    EnvironmentMisconfigured,
+    PermissionRefused,
+    ServiceUnavailable,
+    VerifierInvalid,
+)
 from eagle3.verifier import Verifier, hub, open_verifier
 from tests.tiny_verifiers import make_kimi
 
@@ -31,6 +39,7 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         sent: bytes of each file that were sent, by name.
         expired: how often a request for a range is refused, as an address signed too long ago is.
+        storage: where weights lie; None is here.
     """
 
     daemon_threads = True
@@ -40,10 +49,54 @@ class Hub(ThreadingHTTPServer):
         self.commits: dict[str, Path] = {}
         self.sent: dict[str, int] = {}
         self.expired = 0
+        self.storage: Storage | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Storage(ThreadingHTTPServer):
+    """Where the hub sends the client for weights: another host, which must not see the token.
+
+    Attributes:
+        ranges: how many ranges were sent.
+        whole: whether it ignores ranges, as some proxies do.
+        short: bytes that are missing at the end of each answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(("127.0.0.1", 0), _StorageHandler)
+        self.hub = hub
+        self.ranges = 0
+        self.whole = False
+        self.short = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _StorageHandler(BaseHTTPRequestHandler):
+    server: Storage
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        commit, name = self.path.strip("/").split("/")
+        data, code = (self.server.hub.commits[commit] / name).read_bytes(), 200
+        if self.headers.get("Authorization"):
+            data, code = b"the token is not for this host", 400
+        elif not self.server.whole:
+            start, end = self.headers["Range"].removeprefix("bytes=").split("-")
+            data, code = data[int(start) : int(end) + 1 - self.server.short], 206
+            self.server.ranges += 1
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -60,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         parts = urlsplit(self.path).path.strip("/").split("/")
         if parts[:1] == ["api"]:
+            if parts[2:4] != REPO.split("/"):
+                return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
             what, revision = parts[4], parts[5]
             commit = list(self.server.commits)[-1] if revision == "main" else revision
             if (folder := self.server.commits.get(commit)) is None:
@@ -76,6 +131,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         data = path.read_bytes()
         facts = {"X-Repo-Commit": commit, "ETag": f'"{commit}{name}"'}
+        if self.server.storage is not None and name.endswith(".safetensors"):
+            facts["X-Linked-Size"] = str(len(data))
+            facts["Location"] = f"{self.server.storage.url}/{commit}/{name}"
+            return self._send(302, b"", facts)
         if asked := self.headers.get("Range"):
             if self.server.expired:
                 self.server.expired -= 1
@@ -106,18 +165,33 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """The hub as this process's client sees it, with the verifier as its only commit."""
     found = Hub()
     found.commits[COMMITS[0]] = folder
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
-    thread.start()
     template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", found.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub._located.cache_clear()
-    yield found
-    found.shutdown()
+    with serving(found):
+        yield found
+
+
+@pytest.fixture
+def storage(server: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    """A host that the hub sends the client to for weights, and a token that is not for it."""
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_hub_alone")
+    server.storage = Storage(server)
+    with serving(server.storage):
+        yield server.storage
+
+
+@contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield
+    server.shutdown()
     thread.join()
-    found.server_close()
+    server.server_close()
 
 
 def opened(source: str = REPO, **settings: Any) -> Verifier:
@@ -159,8 +233,50 @@ def test_a_worker_of_prepare_opens_the_same_commit(server: Hub) -> None:
 
 
 def test_a_commit_that_is_not_there_is_one_sentence(server: Hub) -> None:
-    with pytest.raises(PermissionRefused, match="correct the id or the revision"):
+    with pytest.raises(ConfigError, match=r"correct verifier\.revision"):
         opened(revision=COMMITS[1])
+
+
+@pytest.mark.parametrize("source", ["my--model", "a..b", "models/foo"])
+def test_a_mistyped_path_is_told_as_no_folder_and_no_repository(
+    server: Hub, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such folder and no such repository") as caught:
+        opened(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranges_come_from_the_storage_without_the_token(
+    folder: Path, server: Hub, storage: Storage
+) -> None:
+    assert opened().facts().elsewhere() == opened(str(folder)).facts()
+    assert storage.ranges > 0
+    assert not any(name.endswith(".safetensors") for name in server.sent if server.sent[name])
+
+
+def test_a_host_whose_name_begins_like_the_hub_s_is_another() -> None:
+    assert hub._origin("https://huggingface.co.example/x") != hub._origin("https://huggingface.co")
+    assert hub._origin("https://huggingface.co/owner/x") == hub._origin("https://huggingface.co")
+    assert hub._origin("http://huggingface.co/owner/x") != hub._origin("https://huggingface.co")
+
+
+def test_a_whole_file_in_answer_to_a_range_is_refused(server: Hub, storage: Storage) -> None:
+    storage.whole = True
+    with pytest.raises(EnvironmentMisconfigured, match="the whole of it"):
+        opened().facts()
+
+
+def test_an_answer_that_is_too_short_is_refused(server: Hub, storage: Storage) -> None:
+    storage.short = 1
+    with pytest.raises(ServiceUnavailable, match="wanted the 8 bytes from byte 0, found 7 bytes"):
+        opened().facts()
+
+
+def test_an_address_that_is_refused_again_is_a_matter_of_permission(server: Hub) -> None:
+    server.expired = 1_000_000
+    with pytest.raises(PermissionRefused, match="status 403"):
+        opened().facts()
 
 
 def test_an_address_that_has_expired_is_asked_for_anew(folder: Path, server: Hub) -> None:

@@ -7,7 +7,6 @@ weights by ranges, so that nothing is downloaded whole before an engine needs it
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from eagle3.config import HUB_ID
 from eagle3.errors import ConfigError, EnvironmentMisconfigured, VerifierInvalid
 from eagle3.store import Store, open_store
 from eagle3.verifier import hub
 
-# A repository's name, not a path: `name` or `owner/name`.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*",
 )  # fmt: skip
@@ -59,13 +57,25 @@ class VerifierFiles:
             raise self._missing(name) from error
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes start to end (exclusive) by one ranged request. Raises VerifierInvalid."""
+        """Bytes start to end (exclusive) by one ranged request, all of them.
+
+        Raises VerifierInvalid for a missing file, and for one that gives more or fewer bytes.
+        """
         try:
             if (at := self._only_on_hub(name)) is not None:
                 return hub.read_range(*at, name, start, end)
-            return self.store.read_range(name, start, end)
+            data = self.store.read_range(name, start, end)
         except FileNotFoundError as error:
             raise self._missing(name) from error
+        if len(data) != end - start:
+            raise VerifierInvalid(
+                f"{self.where}/{name}",
+                wanted=f"the {end - start} bytes from byte {start}",
+                found=f"{len(data)} bytes",
+                remedy="complete the download of the model, and read it without a proxy that"
+                " ignores ranges",
+            )
+        return data
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object. Raises VerifierInvalid for a missing file or for anything else in it."""
@@ -139,15 +149,15 @@ class VerifierFiles:
 def open_files(source: str, revision: str | None = None) -> VerifierFiles:
     """The files behind a folder, an fsspec URL or a hub id.
 
-    Raises ConfigError for a folder that is not there, PermissionRefused or ServiceUnavailable
-    for a repository that cannot be had.
+    Raises ConfigError for what is neither a folder nor a repository, PermissionRefused or
+    ServiceUnavailable for a repository that cannot be had.
     """
     if "://" in source:
         return VerifierFiles(store=open_store(source))
     folder = Path(source).expanduser()
     if folder.is_dir():
         return VerifierFiles(store=open_store(str(folder)))
-    if not _HUB_ID.fullmatch(source):
+    if not HUB_ID.fullmatch(source):
         raise ConfigError(
             "verifier.source",
             wanted="a folder, a hub id (owner/name) or an fsspec URL",

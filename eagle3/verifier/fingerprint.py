@@ -8,8 +8,9 @@ Of each file at most 128 pieces of 16 KiB are read, each from the middle of a te
 2 MiB and 128 requests a file, or 128 MiB for a checkpoint of 64 files. A file of up to 128
 tensors has a piece of every one. Of more, each kind of tensor (keys alike but for their numbers)
 has the same share, spread from its first to its last, so that the attention of a layer is seen
-among thousands of experts. What this cannot see is a change to a few tensors of a large file
-that are not among those, or to a part of a tensor outside its middle.
+among thousands of experts. A tensor without elements has no piece. What this cannot see is a
+change to a few tensors of a large file that are not among those, or to a part of a tensor outside
+its middle.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from eagle3.verifier.files import VerifierFiles
 from eagle3.verifier.text_model import CONFIG_NAME
 from eagle3.verifier.weights import StoredTensor, Weights
 
+# Told at the head of a fingerprint, so that one by another formula is not taken for other weights.
+_FORMULA = "2"
 _PIECES = 128
 _PIECE_BYTES = 16 * 1024
 _REQUESTS = 16
@@ -30,7 +33,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def fingerprint_of(files: VerifierFiles, weights: Weights, whole: Iterable[StoredTensor]) -> str:
-    """The sha256, in hex, of what the module's docstring names.
+    """The formula's number, a colon, and the sha256, in hex, of what the module's docstring names.
 
     Args:
         whole: the tensors that every byte is read of.
@@ -48,10 +51,17 @@ def fingerprint_of(files: VerifierFiles, weights: Weights, whole: Iterable[Store
         for found in pool.map(weights.file, sorted(set(weights.paths.values()))):
             digest.update(f"{found.path} {found.size} {len(found.header)} ".encode())
             digest.update(found.header)
-            places = [_middle(tensor) for tensor in chosen(found.tensors, _PIECES)]
+            # A request for no bytes at all would be answered with the whole file.
+            filled = [tensor for tensor in found.tensors if tensor.end > tensor.start]
+            places = [_middle(tensor) for tensor in chosen(filled, _PIECES)]
             for piece in pool.map(lambda at, path=found.path: files.read_range(path, *at), places):
                 digest.update(piece)
-    return digest.hexdigest()
+    return f"{_FORMULA}:{digest.hexdigest()}"
+
+
+def by_this_formula(fingerprint: str) -> bool:
+    """Whether a fingerprint can be compared with one that is taken now."""
+    return fingerprint.startswith(f"{_FORMULA}:")
 
 
 def chosen(tensors: Sequence[StoredTensor], most: int) -> list[StoredTensor]:

@@ -6,11 +6,13 @@ Of a checkpoint of hundreds of gigabytes only ranges are asked for, until an eng
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from httpx2 import HTTPError
+from httpx2 import HTTPError, NetworkError, RemoteProtocolError, TimeoutException
 from huggingface_hub import (
     HfFileMetadata,
     constants,
@@ -21,6 +23,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -28,23 +31,31 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not in __all__
     build_hf_headers,
     hf_raise_for_status,
-    http_backoff,
+    http_stream_backoff,
 )
 
-from eagle3.errors import PermissionRefused, ServiceUnavailable
+from eagle3.errors import (
+    ConfigError,
+    EnvironmentMisconfigured,
+    PermissionRefused,
+    ServiceUnavailable,
+)
 
 # Other spellings of the same weights: vLLM reads the safetensors files where there are any.
 NEVER_NEEDED = (
     "original/*", "onnx/*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth",
 )  # fmt: skip
-# A signed address is good for an hour or so.
-_EXPIRED = (401, 403)
+# An address that is signed is good for an hour or so; asked for anew it is refused for good.
+_REFUSED = (401, 403)
+_PARTIAL_CONTENT = 206
+_BROKEN = (TimeoutException, NetworkError, RemoteProtocolError)
+_WAITS = (1, 2, 4, 8)
 
 
 def snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Path:
     """The folder of a repository's snapshot, with at least the files that match `allow`.
 
-    It is named after its commit. Raises PermissionRefused, ServiceUnavailable.
+    It is named after its commit. Raises ConfigError, PermissionRefused, ServiceUnavailable.
     """
     with _translated(repo):
         return Path(
@@ -63,15 +74,26 @@ def size(repo: str, commit: str, name: str) -> int:
 
 
 def read_range(repo: str, commit: str, name: str, start: int, end: int) -> bytes:
-    """Bytes start to end (exclusive) of a file by one request. Raises as `size`."""
+    """Bytes start to end (exclusive, and beyond start) of a file by one request.
+
+    Raises as `size`, and EnvironmentMisconfigured where whole files come for ranges.
+    """
     with _translated(repo):
         try:
-            return _fetched(_located(repo, commit, name), start, end)
+            data = _fetched(_located(repo, commit, name), start, end)
         except HfHubHTTPError as error:
-            if error.response.status_code not in _EXPIRED:
+            if error.response.status_code not in _REFUSED:
                 raise
-        _located.cache_clear()
-        return _fetched(_located(repo, commit, name), start, end)
+            _located.cache_clear()
+            data = _fetched(_located(repo, commit, name), start, end)
+    if len(data) != end - start:
+        raise ServiceUnavailable(
+            f"verifier.source: {repo}/{name}",
+            wanted=f"the {end - start} bytes from byte {start}",
+            found=f"{len(data)} bytes",
+            remedy="try again, and without a proxy or a mirror if it stays so",
+        )
+    return data
 
 
 @lru_cache(maxsize=4096)
@@ -86,33 +108,86 @@ def _located(repo: str, commit: str, name: str) -> HfFileMetadata:
 
 
 def _fetched(found: HfFileMetadata, start: int, end: int) -> bytes:
-    headers = {"Range": f"bytes={start}-{end - 1}"}
-    if found.location.startswith(constants.ENDPOINT):
+    """A range, asked for again where the connection breaks, be it in the middle of an answer."""
+    for wait in _WAITS:
+        try:
+            return _fetched_once(found, start, end)
+        except _BROKEN:
+            time.sleep(wait)
+    return _fetched_once(found, start, end)
+
+
+def _fetched_once(found: HfFileMetadata, start: int, end: int) -> bytes:
+    # Some servers send a file that they compress as a whole, whatever range is asked for.
+    headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    if _origin(found.location) == _origin(constants.ENDPOINT):
         # Elsewhere the address itself is signed, and the token is nobody's business.
         headers |= build_hf_headers()
-    response = http_backoff("GET", found.location, headers=headers)
-    hf_raise_for_status(response)
-    return bytes(response.content)
+    with http_stream_backoff(
+        "GET",
+        found.location,
+        headers=headers,
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        retry_on_exceptions=(),
+    ) as response:
+        hf_raise_for_status(response)
+        # Whoever ignores the range sends the whole file, which may be of many gigabytes.
+        if response.status_code != _PARTIAL_CONTENT:
+            raise EnvironmentMisconfigured(
+                f"verifier.source: {urlsplit(found.location).netloc}",
+                wanted=f"a part of a file (status {_PARTIAL_CONTENT})",
+                found=f"the whole of it (status {response.status_code})",
+                remedy="reach the hub without the proxy or mirror that ignores ranges, or name a"
+                " folder that holds the model",
+            )
+        return bytes(response.read())
+
+
+def _origin(address: str) -> tuple[str, str]:
+    """Scheme and host with its port: `https://huggingface.co.example` is another host."""
+    parts = urlsplit(address)
+    return parts.scheme, parts.netloc
 
 
 @contextlib.contextmanager
 def _translated(repo: str) -> Iterator[None]:
     """What the hub's client raises as errors of ours, but for a file that a repository lacks."""
+    where = f"verifier.source: {repo}"
     try:
         yield
     except RemoteEntryNotFoundError:
         raise
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise PermissionRefused(
-            f"verifier.source: {repo}",
-            wanted="a repository of the hub that this token may read",
+    except GatedRepoError as error:
+        raise _refused(where, error) from error
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ConfigError(
+            where,
+            wanted="a folder here, or a repository of the hub that HF_TOKEN may read",
+            found=f"no such folder and no such repository ({type(error).__name__})",
+            remedy="correct the path or the id, or set HF_TOKEN",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            where,
+            wanted="a revision that this repository has",
             found=type(error).__name__,
-            remedy="correct the id or the revision, or set HF_TOKEN",
+            remedy="correct verifier.revision, or leave it out",
         ) from error
     except (HTTPError, OSError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in _REFUSED:
+            raise _refused(where, error) from error
         raise ServiceUnavailable(
-            f"verifier.source: {repo}",
+            where,
             wanted="a local folder of that name, or the hub",
             found=f"neither ({type(error).__name__})",
             remedy="correct the path, or let this machine reach the hub",
         ) from error
+
+
+def _refused(where: str, error: HfHubHTTPError) -> PermissionRefused:
+    return PermissionRefused(
+        where,
+        wanted="a repository of the hub that this token may read",
+        found=f"status {error.response.status_code} ({type(error).__name__})",
+        remedy="set HF_TOKEN to one that may, and accept the model's terms on the hub",
+    )

@@ -18,7 +18,7 @@ from eagle3.manifest import TokenizerFacts, VerifierFacts
 from eagle3.verifier import tokenizer as tokenizers
 from eagle3.verifier.families import Family, family_of, resolve_text_config
 from eagle3.verifier.files import VerifierFiles, open_files
-from eagle3.verifier.fingerprint import fingerprint_of
+from eagle3.verifier.fingerprint import by_this_formula, fingerprint_of
 from eagle3.verifier.text_model import (
     CONFIG_NAME,
     EMBED_KEY,
@@ -72,6 +72,13 @@ class Verifier(TextModel):
         VerifierInvalid naming the first figure that differs.
         """
         found = self.facts()
+        if not by_this_formula(wanted.fingerprint):
+            raise VerifierInvalid(
+                f"{self.files.where}: fingerprint",
+                wanted=f"{wanted.fingerprint}, which another version of eagle3 took",
+                found=found.fingerprint,
+                remedy="use the version that prepared the data, or prepare it again",
+            )
         for field in wanted.__struct_fields__:
             if field != "commit" and getattr(found, field) != getattr(wanted, field):
                 raise VerifierInvalid(

@@ -7,6 +7,7 @@ pieces of others are read, from a folder, the hub and object storage alike.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,13 +90,25 @@ class Weights:
             yield self._files.read_range(tensor.path, start, end)
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor; float16 becomes float32, which holds each of its values exactly."""
+        """The tensor; float16 becomes float32, which holds each of its values exactly.
+
+        Raises VerifierInvalid where the file has more or fewer bytes for it than its shape takes.
+        """
         data = bytearray(tensor.end - tensor.start)
         filled = 0
         for chunk in self.chunks(tensor):
             data[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-        values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        dtype = _DTYPES[tensor.dtype]
+        wanted = math.prod(tensor.shape) * dtype.itemsize
+        if not filled == len(data) == wanted:
+            raise VerifierInvalid(
+                f"{self._files.where}/{tensor.path}: {tensor.key}",
+                wanted=f"{wanted} bytes, for shape {list(tensor.shape)}",
+                found=filled,
+                remedy="download the file again",
+            )
+        values = torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
         return values.float() if values.dtype == torch.float16 else values
 
     def _read_index(self, names: set[str]) -> tuple[bytes, dict[str, str]]:
