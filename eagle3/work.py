@@ -7,6 +7,7 @@ reports. A unit is cut from the input alone, so every worker and every restart c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from eagle3.store import Store
 T = TypeVar("T")
 
 _UNITS = "units"
+_RECORD = re.compile(rf"{_UNITS}/([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
 # Records are small, and a run may have ten thousand of them: requests at a time.
 _READERS = 16
 
@@ -58,27 +60,37 @@ class Work:
             inputs: input name -> content digest.
             settings: result-affecting settings, nested mappings allowed.
 
-        Returns the identity. Raises IdentityConflict naming the first field that differs.
+        Returns the identity. Raises IdentityConflict naming the first field that differs, and
+        ManifestInvalid for a damaged claim.
         """
         data = msgspec.json.encode({"inputs": inputs, "settings": settings}, order="sorted")
         try:
             self._store.create_bytes("claim.json", data)
         except FileExistsError:
-            standing = self._store.read_bytes("claim.json")
+            standing = self._decoded(
+                "claim.json",
+                dict[str, Any],
+                "the settings with which this prefix was begun",
+                remedy="give the run a --store prefix of its own, since they are lost here",
+            )
             # Both as JSON has them: a tuple of ours would differ from the same list read back.
-            self._refuse(msgspec.json.decode(data), msgspec.json.decode(standing))
+            self._refuse(msgspec.json.decode(data), standing)
         return identity_of(inputs, settings)
 
     def finished(self) -> dict[int, UnitRecord]:
-        """The records of the units that are done, by number."""
-        paths = [info.path for info in self._store.list(_UNITS)]
+        """The records of the units that are done, by number. Raises ManifestInvalid."""
+        paths = [_record_path(unit) for unit in sorted(self.finished_units())]
         with ThreadPoolExecutor(_READERS) as readers:
             return {record.unit: record for record in readers.map(self._read, paths)}
 
     def finished_units(self) -> frozenset[int]:
-        """The numbers of the units that are done, by one listing."""
-        names = (info.path.rpartition("/")[2] for info in self._store.list(_UNITS))
-        return frozenset(int(name.removesuffix(".json")) for name in names)
+        """The numbers of the units that are done, by one listing.
+
+        An object of another name is none of ours, such as the mark of a folder that some tools
+        leave, and tells nothing of any unit.
+        """
+        found = (_RECORD.fullmatch(info.path) for info in self._store.list(_UNITS))
+        return frozenset(int(match[1]) for match in found if match)
 
     def is_finished(self, unit: int) -> bool:
         """Whether a unit's record is there by now, by one request."""
@@ -106,7 +118,9 @@ class Work:
     def _read(self, path: str) -> UnitRecord:
         return self._decoded(path, UnitRecord, "a unit record")
 
-    def _decoded(self, path: str, kind: type[T], wanted: str) -> T:
+    def _decoded(
+        self, path: str, kind: type[T], wanted: str, remedy: str = "delete it and run again"
+    ) -> T:
         try:
             return msgspec.json.decode(self._store.read_bytes(path), type=kind)
         except msgspec.DecodeError as error:
@@ -114,7 +128,7 @@ class Work:
                 f"{self._store.url}/{path}",
                 wanted=wanted,
                 found=error,
-                remedy="delete it and run again",
+                remedy=remedy,
             ) from error
 
     def _refuse(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -96,6 +96,22 @@ def test_a_damaged_record_is_named(run):
         Work(run, "extract").finished()
 
 
+@pytest.mark.parametrize("damaged", [b'{"inputs": {', b"[1]"])
+def test_a_damaged_claim_is_named(run, damaged):
+    run.write_bytes("work/extract/claim.json", damaged)
+    with pytest.raises(ManifestInvalid, match=r"claim\.json: .*--store"):
+        Work(run, "extract").claim(INPUTS, SETTINGS)
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "1.json", "000001.json.bak", "old/000001.json"])
+def test_an_object_of_another_name_is_no_record(run, name):
+    work = Work(run, "extract")
+    work.record(unit(3))
+    run.write_bytes(f"work/extract/units/{name}", b"")
+    assert work.finished_units() == {3}
+    assert work.finished() == {3: unit(3)}
+
+
 def test_work_lies_beside_the_artefact_and_never_inside(run):
     Work(run, "extract").claim(INPUTS, SETTINGS)
     Work(run, "extract").record(unit(0))
