@@ -8,7 +8,6 @@ its answers, vLLM's counts of them, the seconds they took and on which machine.
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import msgspec
 from eagle3.acceptance import Block, Divergence, PromptResult
 from eagle3.capture import Completion, Sampling, SpecCounters, SpeculativeGenerator
 from eagle3.errors import AcceptanceInvalid, ManifestInvalid
+from eagle3.progress import host_name
 from eagle3.store import Store
 
 BlockKey = tuple[int, ...]
@@ -48,7 +48,7 @@ def covering(blocks: Iterable[BlockKey], num_prompts: int) -> tuple[BlockKey, ..
 class Clock:
     """Who takes the time: this machine, and this process among those of an evaluation."""
 
-    host: str = field(default_factory=lambda: socket.gethostname())
+    host: str = field(default_factory=host_name)
     attempt: str = field(default_factory=lambda: secrets.token_hex(8))
 
 

@@ -30,6 +30,11 @@ from eagle3.store import Store
 _EVERY_SECONDS = 10.0
 
 
+def host_name() -> str:
+    """The machine that this process runs on: in a pod the node, by the variable that names it."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
+
+
 class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How far one process of a stage is: `rate` in units a second, `seconds_left` an estimate."""
 
@@ -136,7 +141,7 @@ class Progress:
             all=self._total,
             rate=round(rate, 3),
             seconds_left=round((self._total - self._done) / rate, 1) if rate else None,
-            host=os.environ.get("NODE_NAME") or socket.gethostname(),
+            host=host_name(),
             updated_at=round(time.time(), 3),
         )
         line = msgspec.json.encode(record)

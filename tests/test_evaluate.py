@@ -122,7 +122,7 @@ def test_a_speed_is_never_made_of_two_machines(world, engines, monkeypatch):
         story(world.run(), engines)
     engines.kill_after = None
     engines.log.clear()
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    monkeypatch.setenv("NODE_NAME", "another")
     story(world.run(), engines)
     again = Counter(line for line in asked(engines.log) if line.startswith(TRAINED))
     assert again == {"trained 4": 2, "trained 1": 3}, "what is timed, and no more"
@@ -212,6 +212,12 @@ def test_a_near_tie_in_bfloat16_is_allowed_and_counted(world, engines):
     ]
     facts = artifacts.find(world.store.child("evaluate")).manifest.facts
     assert (facts["near_tie_divergences"], facts["lossless"]) == (2, True)
+
+
+def test_figures_with_another_bound_of_near_ties_are_another_evaluation(world, engines):
+    story(world.run(), engines)
+    with pytest.raises(artifacts.IdentityConflict, match=r"near_tie: wanted 0\.1.*found 0\.2"):
+        story(world.run(near_tie=0.2), engines)
 
 
 def test_a_changed_output_in_bfloat16_is_refused_beyond_a_near_tie(world, engines):
