@@ -4,8 +4,8 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 STORE ?= file://$(CURDIR)/runs/demo
-# A worker of pytest with an engine takes up to 4 GB of memory.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A worker with an engine takes up to 4 GB of memory, so that two fit into 8.
+WORKERS := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 # Workers of vLLM and loaders of the trainer are spawned, and must find the project too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.

@@ -46,6 +46,8 @@ _NOT_IN_DIGEST = frozenset(
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One object of an artefact: its path below the prefix, its bytes, and what it holds.
 
+    `header_sha256` is that of the JSON at the head of a shard: whoever reads a shard
+    row by row proves the header by it, and each row by the checksum that the header holds.
     `timed` objects hold seconds, rates or urls (a loss curve, a report): their bytes are checked
     like any other's, and stay out of the content digest.
     """
@@ -56,6 +58,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     samples: int = 0
     tokens: int = 0
     timed: bool = False
+    header_sha256: str = ""
 
 
 class FileIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,6 +298,9 @@ def check_states(manifest: Manifest, where: str) -> None:
         "num_layers_captured": (len(ids), manifest.num_layers_captured),
         "layer_ids": (sorted(set(ids)), list(ids)),
     }
+    unproven = [f.path for f in manifest.files if f.samples and not f.header_sha256]
+    if unproven:
+        wanted[f"files: {unproven[0]}: header_sha256"] = ("that of the shard's header", "none")
     if facts is not None:
         wanted["hidden_size"] = (facts.hidden_size, manifest.hidden_size)
         wanted["layer_ids: the last"] = (facts.num_hidden_layers, ids[-1] if ids else None)

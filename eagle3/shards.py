@@ -7,9 +7,8 @@ of each sample's bytes, so that a ranged read can tell a flipped bit or a short 
 manifest's sha256 of the whole object cannot. The same rows give the same bytes, always.
 
 A token shard is read whole, so `rows_of` proves it by the manifest's sha256. Shards of hidden
-states are read row by row, each by its CRC-32: hashing terabytes before the first step would read
-all of them twice. What that cannot tell is a whole shard put in another's place, of as many rows
-and tokens.
+states are read row by row, for hashing terabytes before the first step would read all of them
+twice: the manifest's sha256 of the header proves that, and the header's CRC-32 each row.
 
 Layout: 8 bytes, the header's length as little-endian unsigned integer; the header, JSON padded
 with spaces to a multiple of 8; then the tensors without gaps (`data_offsets` count from there).
@@ -17,6 +16,7 @@ with spaces to a multiple of 8; then the tensors without gaps (`data_offsets` co
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +98,11 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
     return _encode([(s.row, (s.input_ids, s.loss_mask, s.hidden_states)) for s in samples])
 
 
+def header_sha256_of(shard: bytes) -> str:
+    """The sha256, in hex, of a shard's header."""
+    return _sha256(shard[_LENGTH_BYTES : _LENGTH_BYTES + _header_length(shard, "a shard")])
+
+
 class ShardReader:
     """Reads rows of one shard, each by one ranged request. Can be pickled."""
 
@@ -105,14 +110,22 @@ class ShardReader:
         self._store = store
         self._path = path
 
-    def refs(self) -> list[SampleRef]:
-        """Every row of the shard in file order, from its header alone. Raises ShardInvalid."""
+    def refs(self, *, header_sha256: str | None = None) -> list[SampleRef]:
+        """Every row of the shard in file order, from its header alone. Raises ShardInvalid.
+
+        Args:
+            header_sha256: what `header_sha256_of` gave when the shard was written.
+        """
         first = self._store.read_range(self._path, 0, _FIRST_READ)
         length = _header_length(first, self._path)
         header = first[_LENGTH_BYTES:]
         if len(header) < length:
             end = _LENGTH_BYTES + length
             header += self._store.read_range(self._path, len(first), end)
+        found = _sha256(header[:length])
+        if header_sha256 is not None and found != header_sha256:
+            wanted = f"sha256 {header_sha256[:16]}, as the manifest says"
+            raise _invalid(self._path, "header", wanted, f"{found[:16]}, another shard")
         return _refs(header[:length], self._path)
 
     def read(self, ref: SampleRef, *, finite: bool = False) -> Sample:
@@ -231,6 +244,10 @@ def _check_row(
 def _to_bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().tobytes()
+
+
+def _sha256(header: bytes) -> str:
+    return hashlib.sha256(header).hexdigest()
 
 
 def _header_length(data: bytes, path: str) -> int:

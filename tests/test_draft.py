@@ -9,10 +9,12 @@ import ast
 import json
 import pickle
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -44,11 +46,18 @@ from eagle3.errors import (
     ShardInvalid,
     VerifierInvalid,
 )
-from eagle3.shards import encode_samples, read_sample
+from eagle3.shards import ShardReader, encode_samples, read_sample
 from eagle3.store import Store, open_store
 from eagle3.verifier.families import resolve_text_config
 from tests.tiny_verifiers import make_kimi, make_llama, make_qwen3
-from tests.trainable import artifact_at, config_of, copy_of, make_run, recommit
+from tests.trainable import (
+    artifact_at,
+    config_of,
+    copy_of,
+    make_run,
+    recommit,
+    rewrite_shard,
+)
 
 UPSTREAM = ("speculators", "hs_connectors", "datasets")
 
@@ -195,11 +204,24 @@ class TestRows:
         store = copy_of(run, tmp_path)
         manifest = artifact_at(store, "extract").manifest
         swapped = tuple(
-            type(entry)(**{**_fields(entry), "path": other.path})
+            msgspec.structs.replace(entry, samples=other.samples, tokens=other.tokens)
             for entry, other in zip(manifest.files, reversed(manifest.files), strict=True)
         )
+        assert swapped != manifest.files
         recommit(store, "extract", files=swapped)
         with pytest.raises(ManifestInvalid, match="samples of"):
+            index_rows(artifact_at(store, "extract"))
+
+    def test_a_shard_in_another_ones_place_is_refused(self, run: Store, tmp_path: Path) -> None:
+        """As many rows and tokens, each row whole by its own checksum: only the header tells."""
+        store = copy_of(run, tmp_path)
+        states = artifact_at(store, "extract")
+        path = states.manifest.files[0].path
+        refs = ShardReader(states.store, path).refs()
+        samples = [read_sample(states.store, ref) for ref in refs]
+        other = [replace(sample, row=f"x{sample.row[1:]}") for sample in samples]
+        states.store.write_bytes(path, encode_samples(other))
+        with pytest.raises(ShardInvalid, match="another shard"):
             index_rows(artifact_at(store, "extract"))
 
     @pytest.mark.parametrize("num_rows", [2, 3, 7, 24, 1000, 99_991])
@@ -288,14 +310,10 @@ class TestVocabulary:
             samples = [read_sample(index.open(), ref) for ref in index.refs if ref.path == path]
             for sample in samples:
                 sample.loss_mask[-1] = 0
-            store.write_bytes(f"extract/{path}", encode_samples(samples))
+            rewrite_shard(store, path, samples)
         index = index_rows(artifact_at(store, "extract"))
         with pytest.raises(ManifestInvalid, match="that the draft vocabulary holds"):
             save_dataset(index, tmp_path / "rows", t2d=torch.zeros(512, dtype=torch.bool))
-
-
-def _fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 class TestBackend:
@@ -334,8 +352,8 @@ class TestBackend:
         path = index.refs[0].path
         samples = [read_sample(index.open(), ref) for ref in index.refs if ref.path == path]
         samples[3].hidden_states[1, 2, 3] = torch.nan
-        # Written so: length and checksum are right, only the number is not.
-        store.write_bytes(f"extract/{path}", encode_samples(samples))
+        # Written so: length and checksums are right, only the number is not.
+        rewrite_shard(store, path, samples)
         transfer = StoreTransfer(index_rows(artifact_at(store, "extract")))
         transfer.get_cached(2)
         with pytest.raises(ShardInvalid, match="NaN or infinity"):

@@ -7,16 +7,18 @@ every row differs, so that a row out of place or altered on its way shows in the
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig, VerifierConfig, parse_config
 from eagle3.manifest import FileEntry, InputRef, Manifest, totals
-from eagle3.shards import Sample, encode_samples
+from eagle3.shards import Sample, encode_samples, header_sha256_of
 from eagle3.stages import stage_named
 from eagle3.store import Store, open_store, sha256_of_file
 from eagle3.verifier import open_verifier
@@ -90,6 +92,25 @@ def recommit(store: Store, kind: str, **changes: Any) -> None:
     artifacts.commit(child, Manifest(**{**fields, **changes}))
 
 
+def rewrite_shard(store: Store, path: str, samples: Sequence[Sample]) -> None:
+    """Replace a shard of the states and all that the manifest says of it: a sound artefact, with
+    whatever is in the samples."""
+    data = encode_samples(samples)
+    store.write_bytes(f"extract/{path}", data)
+    files = tuple(
+        msgspec.structs.replace(
+            entry,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            header_sha256=header_sha256_of(data),
+        )
+        if entry.path == path
+        else entry
+        for entry in artifact_at(store, "extract").manifest.files
+    )
+    recommit(store, "extract", files=files)
+
+
 def _commit_verifier(store: Store, folder: Path) -> None:
     verifier = open_verifier(VerifierConfig(source=str(folder)))
     with tempfile.TemporaryDirectory() as saved:
@@ -141,6 +162,7 @@ def _commit_states(store: Store, run: Store, num_rows: int, seed: int) -> None:
                 sha256=hashlib.sha256(data).hexdigest(),
                 samples=len(part),
                 tokens=sum(len(sample.input_ids) for sample in part),
+                header_sha256=header_sha256_of(data),
             )
         )
     num_samples, num_tokens = totals(files)

@@ -52,7 +52,16 @@ def commit(
         path = f"{kind}-{number:06d}.safetensors"
         store.create_bytes(path, data)
         digest = hashlib.sha256(data).hexdigest()
-        files.append(FileEntry(path=path, bytes=len(data), sha256=digest, samples=3, tokens=30))
+        files.append(
+            FileEntry(
+                path=path,
+                bytes=len(data),
+                sha256=digest,
+                samples=3,
+                tokens=30,
+                header_sha256=digest,
+            )
+        )
     refs: dict[str, InputRef] = {name: one.ref() for name, one in (inputs or {}).items()}
     plain = Manifest(
         artifact=kind,

@@ -23,6 +23,7 @@ import torch
 
 from eagle3.artifact import Artifact
 from eagle3.errors import ConfigError, ManifestInvalid
+from eagle3.manifest import FileEntry
 from eagle3.shards import SampleRef, ShardReader, TokenRow, read_tokens
 from eagle3.store import Store, open_store
 
@@ -71,7 +72,7 @@ def index_rows(states: Artifact) -> RowIndex:
     """
     files = [entry for entry in states.manifest.files if entry.samples]
     with ThreadPoolExecutor(_READERS) as pool:
-        shards = list(pool.map(lambda entry: ShardReader(states.store, entry.path).refs(), files))
+        shards = list(pool.map(lambda entry: _refs_of(states.store, entry), files))
     for entry, refs in zip(files, shards, strict=True):
         found = (len(refs), sum(ref.num_tokens for ref in refs))
         if found != (entry.samples, entry.tokens):
@@ -91,6 +92,10 @@ def index_rows(states: Artifact) -> RowIndex:
             remedy="run extract again under a prefix of its own",
         )
     return index
+
+
+def _refs_of(store: Store, entry: FileEntry) -> list[SampleRef]:
+    return ShardReader(store, entry.path).refs(header_sha256=entry.header_sha256)
 
 
 def check_rows(index: RowIndex, *, layers: int, hidden_size: int, total_seq_len: int) -> None:
