@@ -17,9 +17,11 @@ from typing import ClassVar
 
 import fsspec
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
 from fsspec.asyn import sync_wrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from s3fs import S3FileSystem
+from s3fs.errors import translate_boto_error
 
 from eagle3 import store as stores
 from eagle3.errors import (
@@ -363,6 +365,39 @@ class TestS3(SharedStoreContract):
         with pytest.raises(FileExistsError):
             create(b"other" + data[5:])
         assert store.sha256("big") == hashlib.sha256(data).hexdigest()
+
+    def test_an_upload_whose_last_answer_was_lost_is_done(self, store, tmp_path, monkeypatch):
+        monkeypatch.setattr(stores, "_PART_BYTES", PART)
+        whole = S3FileSystem._call_s3
+
+        async def lost(self, method, *args, **kwargs):
+            done = await whole(self, method, *args, **kwargs)
+            if method == "complete_multipart_upload":
+                answer = {"Error": {"Code": "NoSuchUpload", "Message": "it does not exist"}}
+                raise translate_boto_error(ClientError(answer, method))
+            return done
+
+        monkeypatch.setattr(S3FileSystem, "_call_s3", lost)
+        source, data = tmp_path / "big", secrets.token_bytes(SEVERAL_PARTS)
+        source.write_bytes(data)
+        store.create_file(source, "file")
+        store.create_bytes("bytes", data)
+        assert store.sha256("file") == store.sha256("bytes") == sha256_of_file(source)
+
+    def test_a_connection_that_breaks_gives_the_upload_up(self, store, monkeypatch):
+        seen: list[str] = []
+        whole = S3FileSystem._call_s3
+
+        async def broken(self, method, *args, **kwargs):
+            seen.append(method)
+            if method == "upload_part":
+                raise EndpointConnectionError(endpoint_url="https://s3.example")
+            return await whole(self, method, *args, **kwargs)
+
+        monkeypatch.setattr(S3FileSystem, "call_s3", sync_wrapper(broken))
+        with pytest.raises(ServiceUnavailable):
+            store.probe()
+        assert seen[-1] == "abort_multipart_upload"
 
     def test_a_server_that_knows_no_condition_for_parts_is_refused(self, store, monkeypatch):
         whole = S3FileSystem._call_s3

@@ -82,13 +82,22 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_precondition_is_exists(path: str) -> Iterator[None]:
-    """Other servers than AWS answer "it is there already" (412) as OSError(EINVAL)."""
+    """Other servers than AWS answer "it is there already" (412) as OSError(EINVAL).
+
+    And an upload that is gone was finished by a request whose answer was lost, if it was not
+    given up: the object that stands there tells.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EINVAL and "ondition" in str(error):
+        if (error.errno == errno.EINVAL and "ondition" in str(error)) or _is_upload_gone(error):
             raise FileExistsError(path) from error
         raise
+
+
+def _is_upload_gone(error: OSError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, ClientError) and cause.response["Error"].get("Code") == "NoSuchUpload"
 
 
 def is_range_past_end(error: OSError) -> bool:

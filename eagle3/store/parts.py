@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from botocore.exceptions import BotoCoreError
+
 
 def create(client: Any, path: str, data: bytes) -> None:
     """Create an object by an upload in one part, of any size.
@@ -26,6 +28,6 @@ def create(client: Any, path: str, data: bytes) -> None:
             IfNoneMatch="*",
             **where,
         )
-    except OSError:
+    except (OSError, BotoCoreError):
         client.call_s3("abort_multipart_upload", **where)
         raise
