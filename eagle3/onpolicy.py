@@ -20,10 +20,9 @@ from eagle3.capture import Generator, Sampling
 from eagle3.config import RegenerateConfig
 from eagle3.conversations import Message, Rejected, Renderer, RowBuilder, RowRecord
 from eagle3.errors import ConfigError
-from eagle3.manifest import FileEntry
 from eagle3.shards import TokenRow, encode_rows
 from eagle3.store import Store
-from eagle3.units import Unit, cut_units, longest_row, write_unit
+from eagle3.units import Unit, WrittenUnit, adopt_unit, cut_units, longest_row, write_unit
 from eagle3.verifier import LoadedVerifier
 from eagle3.vocab import counts_to_dict, supervised_counts
 from eagle3.work import UnitRecord
@@ -240,11 +239,13 @@ def write_answers(
     All counts are taken from what the shard holds, which may be another worker's answers.
     """
     rows = [row for chat in chats for row in chat.rows()]
-    files: tuple[FileEntry, ...] = ()
+    path = f"rows-{unit.number:06d}.safetensors"
+    written: WrittenUnit | None = None
     if rows:
-        path = f"rows-{unit.number:06d}.safetensors"
         written = write_unit(output, path, encode_rows(rows), rows)
-        files, rows = (written.entry,), list(written.rows)
+    elif output.exists(path):
+        written = adopt_unit(output, path)
+    rows = list(written.rows) if written else []
     kept = {row.row.partition(".")[0] for row in rows}
     lost = [chat for chat in chats if chat.name not in kept]
     reasons = Counter(chat.reason or "rejected_by_another_worker" for chat in lost)
@@ -254,7 +255,7 @@ def write_answers(
         unit=unit.number,
         rows_in=len(chats),
         rows_kept=len(chats) - len(lost),
-        files=files,
+        files=(written.entry,) if written else (),
         rejected=dict(reasons),
         facts={
             "turns": sum(count for count, _ in answers),

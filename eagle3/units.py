@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +21,13 @@ from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid, ShardInvalid
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.progress import Progress
-from eagle3.shards import ShardReader, TokenRow, read_rows
+from eagle3.shards import ShardReader, TokenRow, header_sha256_of, read_rows
 from eagle3.store import Store
 from eagle3.work import UnitRecord, Work
 
 T = TypeVar("T")
+K = TypeVar("K", str, int)
+N = TypeVar("N", int, float)
 
 # Headers are small, and an input may have thousands of objects: requests at a time.
 _READERS = 16
@@ -140,12 +142,19 @@ def walk_units(
 ) -> Iterator[Unit]:
     """The open units of a worker, see `open_units`; each counts as done when the next is asked for.
 
-    Units that earlier processes finished are counted first, as resumed.
+    Units that others finish count as resumed, at the latest when their turn comes.
     """
     finished = work.finished_units()
-    done = sum(unit.num_rows for unit in units if unit.number in finished)
-    progress.advance(done, resumed=True)
-    for unit in open_units(units, work.is_finished, worker):
+    rows = {unit.number: unit.num_rows for unit in units}
+    progress.advance(sum(rows[number] for number in finished & rows.keys()), resumed=True)
+
+    def is_finished(number: int) -> bool:
+        if number in finished or not work.is_finished(number):
+            return number in finished
+        progress.advance(rows[number], resumed=True)
+        return True
+
+    for unit in open_units(units, is_finished, worker):
         yield unit
         progress.advance(unit.num_rows)
 
@@ -156,8 +165,7 @@ def open_units(
     """The units that are still to be done, in this worker's order, each asked for just before.
 
     Worker 0 takes the natural order. Others take a random order of their own, seeded by their
-    index, so that workers who know nothing of each other seldom meet in one unit; where they do,
-    the first record stands.
+    index, so that workers who know nothing of each other seldom meet in one unit.
 
     Args:
         is_finished: whether a unit's record is there by now.
@@ -219,19 +227,28 @@ def write_unit(store: Store, path: str, data: bytes, rows: Sequence[TokenRow]) -
 
     Raises ShardInvalid for a standing object that is no shard.
     """
-    adopted = False
     try:
         store.create_bytes(path, data)
     except FileExistsError:
-        adopted, data, rows = True, store.read_bytes(path), read_rows(store, path)
-    entry = FileEntry(
+        return adopt_unit(store, path)
+    return WrittenUnit(_entry_of(path, data, rows), rows, adopted=False)
+
+
+def adopt_unit(store: Store, path: str) -> WrittenUnit:
+    """A unit's object that another worker left. Raises ShardInvalid where it is no shard."""
+    rows = read_rows(store, path)
+    return WrittenUnit(_entry_of(path, store.read_bytes(path), rows), rows, adopted=True)
+
+
+def _entry_of(path: str, data: bytes, rows: Sequence[TokenRow]) -> FileEntry:
+    return FileEntry(
         path=path,
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         samples=len(rows),
         tokens=sum(len(row.input_ids) for row in rows),
+        header_sha256=header_sha256_of(data),
     )
-    return WrittenUnit(entry, rows, adopted)
 
 
 class Writers:
@@ -294,16 +311,13 @@ def merge(
         total_samples=sum(entry.samples for entry in files),
         total_tokens=sum(entry.tokens for entry in files),
         facts=_sum(record.facts for record in done),
-        measured=_sum_floats(record.measured for record in done),
+        measured=_sum(record.measured for record in done),
     )
 
 
 def merge_token_counts(records: Iterable[UnitRecord]) -> dict[int, int]:
     """Supervised tokens of all units: token id -> count, ids ascending."""
-    counts: Counter[int] = Counter()
-    for record in records:
-        counts.update(record.token_counts)
-    return {token: counts[token] for token in sorted(counts)}
+    return _sum(record.token_counts for record in records)
 
 
 def _check_records(kind: str, units: Sequence[Unit], records: Mapping[int, UnitRecord]) -> None:
@@ -328,16 +342,9 @@ def _check_records(kind: str, units: Sequence[Unit], records: Mapping[int, UnitR
             )
 
 
-def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return {key: total[key] for key in sorted(total)}
-
-
-def _sum_floats(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
+def _sum(parts: Iterable[Mapping[K, N]]) -> dict[K, N]:
+    total: dict[K, N] = {}
     for part in parts:
         for key, value in part.items():
-            total[key] = total.get(key, 0.0) + value
+            total[key] = total.get(key, 0) + value
     return {key: total[key] for key in sorted(total)}

@@ -236,6 +236,15 @@ def test_another_workers_answers_are_adopted_and_counted(folder: Path) -> None:
     assert manifest.facts["supervised_tokens"] == tokens
 
 
+def test_another_workers_answers_are_adopted_where_every_answer_is_empty_here(folder: Path) -> None:
+    run_regenerate(folder, ending(0.0))
+    before = content_of(store_of(folder), "regenerate")
+    store_of(folder).delete("regenerate/data_config.json")
+    store_of(folder).delete("work/regenerate/units/000000.json")
+    run_regenerate(folder, lambda model, plan: Scripted([END]))
+    assert content_of(store_of(folder), "regenerate") == before
+
+
 def test_sigterm_stops_between_two_turns_and_the_next_run_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

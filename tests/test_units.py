@@ -133,7 +133,7 @@ def test_rows_without_a_longest_one_are_refused() -> None:
         longest_row(token_rows([5]))
 
 
-def test_a_walk_counts_what_earlier_processes_did_and_each_unit_when_it_is_done() -> None:
+def test_a_walk_counts_what_others_did_before_and_meanwhile_and_each_unit_when_it_is_done() -> None:
     store = open_store(f"memory://test-units/{secrets.token_hex(4)}")
     work, units = Work(store, "extract"), cut_units(entries([10]), 4)
     work.record(record_of(units[0]))
@@ -144,7 +144,7 @@ def test_a_walk_counts_what_earlier_processes_did_and_each_unit_when_it_is_done(
             shown.append((unit.number, progress.done))
             if unit.number == 1:
                 work.record(record_of(units[2]))
-        assert progress.done == 8
+        assert progress.done == 10
     assert shown == [(1, 4)]
 
 

@@ -20,7 +20,15 @@ from eagle3.capture.protocols import Capture
 from eagle3.errors import CaptureInvalid, ShardInvalid
 from eagle3.shards import Sample, ShardReader, TokenRow, encode_samples, same_tokens
 from eagle3.store import Store
-from eagle3.units import Unit, WrittenUnit, cut_units, longest_row, row_lengths, write_unit
+from eagle3.units import (
+    Unit,
+    WrittenUnit,
+    adopt_unit,
+    cut_units,
+    longest_row,
+    row_lengths,
+    write_unit,
+)
 from eagle3.work import UnitRecord
 
 _BFLOAT16_BYTES = 2
@@ -121,19 +129,21 @@ def capture_unit(
 def write_captured(output: Store, plan: Plan, captured: CapturedUnit, seconds: float) -> UnitRecord:
     """Write a unit's object, if any row is good, and return the record to make of it.
 
+    Where none is, another worker's object may stand: its good rows are not thrown away.
+
     Raises ShardInvalid where another worker's object stands that is not of this unit.
     """
-    number, written = captured.unit.number, None
+    number = captured.unit.number
+    path = f"hidden-{number:06d}.safetensors"
+    written: WrittenUnit | None = None
     if captured.samples:
         names = {sample.row for sample in captured.samples}
-        written = write_unit(
-            output,
-            f"hidden-{number:06d}.safetensors",
-            encode_samples(captured.samples),
-            [row for row in captured.rows if row.row in names],
-        )
-        if written.adopted:
-            _check_adopted(output, written, plan, captured.rows)
+        good = [row for row in captured.rows if row.row in names]
+        written = write_unit(output, path, encode_samples(captured.samples), good)
+    elif output.exists(path):
+        written = adopt_unit(output, path)
+    if written and written.adopted:
+        _check_adopted(output, written, plan, captured.rows)
     kept = {row.row for row in written.rows} if written else set()
     lost = [row.row for row in captured.rows if row.row not in kept]
     reasons = Counter(captured.rejected.get(row, "rejected_by_another_worker") for row in lost)
