@@ -12,6 +12,7 @@ and not in a run:
     vllm.LLM.collective_rpc
     vllm.LLM.get_metrics
     vllm.SamplingParams
+    vllm.engine.arg_utils.EngineArgs
     vllm.envs.disable_envs_cache
     vllm.distributed.cleanup_dist_env_and_memory
     vllm.outputs.RequestOutput
@@ -31,15 +32,13 @@ load_hidden_states, cleanup_hidden_states, extract_from_kv_cache and, of its
 ExampleHiddenStatesConnector, the method `_submit_async_write` and the attributes `_kv_cache`,
 `_block_size`, `_is_tp_rank_zero`, `_lock_fds`, `_req_copy_events`;
 
-of the engine's arguments those named in `engine.OWN_ARGUMENTS`, and enforce_eager,
-max_num_batched_tokens, kv_cache_memory_bytes, compilation_config, language_model_only,
-gpu_memory_utilization, trust_remote_code; of the environment VLLM_ENABLE_V1_MULTIPROCESSING,
-VLLM_WORKER_MULTIPROC_METHOD, VLLM_MLA_DISABLE, VLLM_CPU_OMP_THREADS_BIND,
-VLLM_NO_USAGE_STATS, VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH.
+of the engine's arguments those that `options` names; of the environment
+VLLM_ENABLE_V1_MULTIPROCESSING, VLLM_WORKER_MULTIPROC_METHOD, VLLM_MLA_DISABLE,
+VLLM_CPU_OMP_THREADS_BIND, VLLM_NO_USAGE_STATS, VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH.
 """
 
 from eagle3.vllm_capture.answers import VllmGenerator
-from eagle3.vllm_capture.engine import EngineOptions
+from eagle3.vllm_capture.options import EngineOptions
 from eagle3.vllm_capture.states import VllmCapture
 
 __all__ = ["EngineOptions", "VllmCapture", "VllmGenerator"]

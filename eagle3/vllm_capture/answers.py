@@ -11,7 +11,8 @@ from vllm.outputs import CompletionOutput
 from vllm.v1.metrics.reader import Counter, Metric, Vector
 
 from eagle3.capture import Completion, Sampling, SpecCounters
-from eagle3.vllm_capture.engine import Engine, EngineOptions
+from eagle3.vllm_capture.engine import Engine
+from eagle3.vllm_capture.options import EngineOptions
 
 NUM_DRAFTS = "vllm:spec_decode_num_drafts"
 NUM_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"

@@ -5,112 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from eagle3.config import EngineConfig
 from eagle3.errors import ConfigError
-from eagle3.vllm_capture.environment import (
-    environment_of,
-    expected_lines_left_out,
-    expected_warnings,
-    set_for_now,
+from eagle3.vllm_capture.environment import environment_of, expected_warnings, set_for_now
+from eagle3.vllm_capture.options import EngineOptions, engine_arguments
+from eagle3.vllm_capture.refusals import (
+    died,
+    explain,
+    explain_extra,
+    read_errors,
+    write_logging_config,
 )
-from eagle3.vllm_capture.refusals import died, explain, read_errors, write_logging_config
 from eagle3.vllm_capture.watch import DeathWatch
-
-CPU_KV_CACHE_BYTES = 1 << 30
-"""Key-value cache of a CPU engine where `extra` names no `kv_cache_memory_bytes`."""
-
-CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
-"""Tokens in one step, where `extra` names no `max_num_batched_tokens` and no prompt is longer."""
-
-OWN_ARGUMENTS = frozenset(
-    {
-        "model",
-        "dtype",
-        "max_model_len",
-        "max_num_seqs",
-        "tensor_parallel_size",
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "speculative_config",
-        "kv_transfer_config",
-        "use_tqdm_on_load",
-        "worker_extension_cls",
-        "disable_log_stats",
-        "per_request_spec_decode_metrics",
-        "seed",
-    }
-)
-"""Engine arguments that follow from our own options: `extra` may not carry them."""
-
-
-def _go_on() -> None:
-    """Nobody asks to stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Everything that decides how an engine starts."""
-
-    model: Path
-    """Local folder of the verifier: config.json, safetensors, tokenizer."""
-    max_model_len: int
-    """Longest prompt and answer together, in tokens."""
-    dtype: str = "bfloat16"
-    """`bfloat16` or `float32`."""
-    tensor_parallel_size: int = 1
-    """GPUs."""
-    max_num_seqs: int = 32
-    """Sequences in one step."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for the engine; without meaning on a CPU."""
-    seed: int = 0
-    """Random state at the start."""
-    trust_remote_code: bool = False
-    """Run Python files that the model's folder brings."""
-    num_threads: int | None = None
-    """Threads of a CPU engine; all CPUs that this process may use when left out."""
-    separate_process: bool | None = None
-    """Whether the engine runs in processes of its own. Left out: on GPUs yes, on CPUs no:
-    each process imports torch and vLLM again, which takes most of the start there."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further engine arguments of vLLM, passed on as they are."""
-    between_steps: Callable[[], None] = _go_on
-    """Called before each step of the engine's; what it raises gives the requests up."""
-
-    @classmethod
-    def of(
-        cls,
-        engine: EngineConfig,
-        *,
-        model: Path,
-        max_model_len: int,
-        trust_remote_code: bool,
-        between_steps: Callable[[], None],
-    ) -> EngineOptions:
-        """What a stage's `engine` section asks for; the rest as above."""
-        return cls(
-            model=model,
-            max_model_len=max_model_len,
-            dtype=engine.dtype,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            max_num_seqs=engine.max_num_seqs,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            trust_remote_code=trust_remote_code,
-            extra=engine.extra,
-            between_steps=between_steps,
-        )
 
 
 class Engine:
@@ -118,7 +35,7 @@ class Engine:
 
     Args:
         options: see there.
-        arguments: what the use itself adds (speculative_config, ...).
+        arguments: what the use itself adds, some of `options.OF_A_USE`.
         mla_off: keep an MLA verifier from its latent attention kernels: on CPUs they cannot
             stand beside a draft's ordinary attention.
 
@@ -131,12 +48,8 @@ class Engine:
         config = _read_config(options.model)
         self.separate_process = _separate_process(options)
         self._between_steps = options.between_steps
-        everything = {
-            **_common_arguments(options),
-            **_platform_arguments(config),
-            **_checked_extra(options),
-            **arguments,
-        }
+        self._broken = False
+        everything = engine_arguments(options, config, arguments)
         environment = environment_of(
             self.separate_process, num_threads=options.num_threads, mla_off=mla_off
         )
@@ -152,17 +65,17 @@ class Engine:
     def _started(
         self, options: EngineOptions, arguments: Mapping[str, Any], environment: Mapping[str, str]
     ) -> LLM:
-        # Processes of its own keep this one's standard error, and are told not to write there.
-        quiet = nullcontext() if self.separate_process else expected_lines_left_out()
         llm: LLM | None = None
         try:
-            with set_for_now(environment), expected_warnings(), quiet:
+            with set_for_now(environment), expected_warnings():
                 llm = LLM(**arguments)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             if not self.separate_process:
                 cleanup_dist_env_and_memory()
             said = f"{error}\n{read_errors(Path(self._folder.name))}"
             explained = explain(said, options.model, options.max_model_len)
+            if explained is None and not isinstance(error, RuntimeError):
+                explained = explain_extra(str(error), options.extra)
             if explained is None:
                 raise
             raise explained from error
@@ -191,11 +104,17 @@ class Engine:
         """One step of the engine; returns the requests that it finished.
 
         An engine in a process of its own steps by itself, and is asked only while it has work.
+
+        Raises ServiceUnavailable where the engine fails, and what `between_steps` raises.
         """
+        self._between_steps()
+        return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         llm_engine = self.llm.llm_engine
         if self.separate_process and not llm_engine.has_unfinished_requests():
             return []
-        with self.alive():
+        with self.alive(), self._told():
             return [output for output in llm_engine.step() if output.finished]
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
@@ -204,7 +123,6 @@ class Engine:
         finished: dict[str, RequestOutput] = {}
         try:
             while len(finished) < len(names):
-                self._between_steps()
                 finished.update((output.request_id, output) for output in self.step())
         finally:
             if waiting := [name for name in names if name not in finished]:
@@ -212,10 +130,10 @@ class Engine:
         return [finished[name] for name in names]
 
     def give_up(self, names: Sequence[str]) -> None:
-        """Forget requests, after an error or when nobody waits for them; closed, there are none."""
-        if hasattr(self, "llm"):
+        """Forget requests that nobody waits for any more; closed or broken, there are none."""
+        if hasattr(self, "llm") and not self._broken:
             self.llm.llm_engine.abort_request(list(names))
-            self.step()
+            self._step()
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -224,6 +142,17 @@ class Engine:
             yield
         except EngineDeadError as error:
             raise died(read_errors(Path(self._folder.name))) from error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Around a step: where the engine runs in this process, it dies of the same errors."""
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+            if self.separate_process:
+                raise
+            self._broken = True
+            raise died(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Stop the engine; the process can start another."""
@@ -236,17 +165,6 @@ class Engine:
         else:
             cleanup_dist_env_and_memory()
         self._folder.cleanup()
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the text model: nested in multimodal ones."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
-
-
-def uses_mla(config: Mapping[str, Any]) -> bool:
-    """Whether the text model has multi-head latent attention (DeepSeek, Kimi)."""
-    return bool(text_config(config).get("kv_lora_rank"))
 
 
 def _read_config(model: Path) -> dict[str, Any]:
@@ -271,64 +189,3 @@ def _separate_process(options: EngineOptions) -> bool:
     if options.separate_process is not None:
         return options.separate_process
     return not current_platform.is_cpu()
-
-
-def _common_arguments(options: EngineOptions) -> dict[str, Any]:
-    """What every engine of ours has, whatever it is for.
-
-    No prefix caching: a cached prefix has no states. No chunked prefill: a prompt in two pieces
-    gives other states than in one, so a step must take the longest prompt whole.
-    """
-    usual = CPU_BATCHED_TOKENS if current_platform.is_cpu() else GPU_BATCHED_TOKENS
-    batched = options.extra.get("max_num_batched_tokens", max(options.max_model_len, usual))
-    if batched < options.max_model_len:
-        raise ConfigError(
-            "engine.extra.max_num_batched_tokens",
-            wanted=f"at least max_model_len = {options.max_model_len}",
-            found=batched,
-            remedy="raise it: prompts are prefilled in one step",
-        )
-    return {
-        "model": str(options.model),
-        "dtype": options.dtype,
-        "max_model_len": options.max_model_len,
-        "max_num_batched_tokens": batched,
-        "max_num_seqs": options.max_num_seqs,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "trust_remote_code": options.trust_remote_code,
-        "enable_prefix_caching": False,
-        "enable_chunked_prefill": False,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": "eagle3.vllm_capture.worker.TaughtWorker",
-        "seed": options.seed,
-    }
-
-
-def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the kind of model and of machine asks for.
-
-    A multimodal verifier is only ever sent text. On CPUs compiling costs more than it brings,
-    and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones.
-    """
-    arguments: dict[str, Any] = {}
-    if "vision_config" in config:
-        arguments["language_model_only"] = True
-    if current_platform.is_cpu():
-        arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-        if uses_mla(config):
-            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    return arguments
-
-
-def _checked_extra(options: EngineOptions) -> Mapping[str, Any]:
-    taken = sorted(OWN_ARGUMENTS & options.extra.keys())
-    if taken:
-        raise ConfigError(
-            f"engine.extra.{taken[0]}",
-            wanted="an engine argument that nothing else decides",
-            found=options.extra[taken[0]],
-            remedy="leave it out",
-        )
-    return options.extra

@@ -1,15 +1,12 @@
 """What vLLM takes from its surroundings when it starts, and what it may say to a person.
 
-Its errors are shown, and so is everything that nobody expected; what it says at every start, on
-every machine, is not.
+Its errors are shown, and so is what nobody expected; how its start comes along is not.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +16,6 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from eagle3.vllm_capture.seams import let_llvmlite_be_looked_at
-
-EXPECTED_LINES = (b"Warning: NUMA binding: Using MEMBIND policy",)
-"""What C++ writes to standard error at every start on a CPU, past all of Python's filters."""
 
 
 def environment_of(
@@ -79,32 +73,3 @@ def expected_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
         yield
-
-
-@contextmanager
-def expected_lines_left_out() -> Iterator[None]:
-    """Standard error without `EXPECTED_LINES`; every other line goes through as it comes.
-
-    Processes that are started meanwhile keep writing through it, to their end.
-    """
-    sys.stderr.flush()
-    real = os.dup(2)
-    reading, writing = os.pipe()
-    os.dup2(writing, 2)
-    os.close(writing)
-    forwarding = threading.Thread(target=_forward, args=(reading, real), daemon=True)
-    forwarding.start()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(real, 2)
-        # It ends now, unless a process that was started meanwhile has the pipe too.
-        forwarding.join(timeout=0.5)
-
-
-def _forward(reading: int, real: int) -> None:
-    with os.fdopen(reading, "rb") as lines, os.fdopen(real, "wb", buffering=0) as standard_error:
-        for line in lines:
-            if not any(expected in line for expected in EXPECTED_LINES):
-                standard_error.write(line)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from eagle3.errors import (
     ConfigError,
@@ -68,6 +70,23 @@ def explain(text: str, model: Path, max_model_len: int) -> Eagle3Error | None:
             remedy="read the engine's own error in the log above",
         )
     return None
+
+
+def explain_extra(text: str, extra: Mapping[str, Any]) -> ConfigError | None:
+    """One sentence for a start that failed with arguments of the user's own; None without any.
+
+    Args:
+        text: the exception. Pydantic's has several lines, and ends with an address.
+    """
+    if not extra:
+        return None
+    said = " ".join(text.partition("For further information")[0].split())
+    return ConfigError(
+        "engine.extra",
+        wanted="engine arguments with which this vLLM starts",
+        found=f"{', '.join(extra)}, and it says: {said[:300]}",
+        remedy="correct them, or leave them out",
+    )
 
 
 def died(text: str) -> ServiceUnavailable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from vllm.outputs import RequestOutput
 
 from eagle3.capture import CapturedRow
 from eagle3.errors import ConfigError, ServiceUnavailable
-from eagle3.vllm_capture.engine import Engine, EngineOptions
+from eagle3.vllm_capture.engine import Engine
+from eagle3.vllm_capture.options import EngineOptions
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 """The engine must answer something. One token, thrown away: from the second on, upstream reads
@@ -54,9 +56,13 @@ class VllmCapture:
                 found=list(layer_ids),
                 remedy="sort them: the engine returns states in ascending order whatever is asked",
             )
-        self._directory = tempfile.mkdtemp(prefix="eagle3-states-", dir=scratch)
         self._longest = options.max_model_len - 1
-        self._engine = Engine(options, _extracting(layer_ids, self._directory))
+        with ExitStack() as started:
+            self._directory = tempfile.mkdtemp(prefix="eagle3-states-", dir=scratch)
+            started.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._engine = Engine(options, _extracting(layer_ids, self._directory))
+            started.callback(self._engine.close)
+            self._running = started.pop_all()
 
     def capture(self, rows: Sequence[Sequence[int]]) -> Iterator[CapturedRow]:
         """See `Capture.capture`. Raises ConfigError for an empty row or one that is too long."""
@@ -120,8 +126,7 @@ class VllmCapture:
 
     def close(self) -> None:
         """See `Capture.close`."""
-        self._engine.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._running.close()
 
 
 def _extracting(layer_ids: Sequence[int], directory: str) -> dict[str, Any]:
