@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from eagle3 import artifact as artifacts
+from eagle3.artifact import Artifact
 from eagle3.draft.checkpoints import (
     CURVE_NAME,
     DRAFT,
@@ -28,7 +29,7 @@ from eagle3.draft.checkpoints import (
 from eagle3.draft.launch import launch, num_processes
 from eagle3.draft.metrics import CurvePoint, encode_curve
 from eagle3.draft.training import Layout, Ranks, Session, last_validation, lay_out
-from eagle3.errors import DraftInvalid, TemporaryFailure
+from eagle3.errors import DraftInvalid, IdentityConflict, TemporaryFailure
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.progress import Progress
 from eagle3.store import Store
@@ -43,10 +44,10 @@ def story(run: StageRun) -> str:
     processes = 1 if ranks.launched else num_processes(run.config.train.processes)
     identity = run.claim(settings={"world_size": ranks.world_size * processes})
     if done := run.committed(identity):
-        return f"already committed, {done.manifest.facts['steps']} steps"
+        return _already(done)
     if processes > 1:
         return _launched(run, identity, processes)
-    states, config = run.inputs["states"], run.config.train
+    config = run.config.train
     checkpoints = Checkpoints(
         run.store.child(f"work/{run.stage.name}"), scheduled=config.scheduler != "none"
     )
@@ -57,22 +58,21 @@ def story(run: StageRun) -> str:
             final = session.run(config)
         if ranks.rank:
             return f"rank {ranks.rank} done, {layout.plan.total} steps"
-        files = _publish(run.output(), checkpoints, final, session.curve, scratch)
-    run.commit(
-        Manifest(
-            artifact="train",
-            identity=identity,
-            files=files,
-            verifier=states.manifest.verifier,
-            tokenizer=states.manifest.tokenizer,
-            rows_in=states.manifest.total_samples,
-            rows_kept=states.manifest.total_samples,
-            facts=_facts(run, layout, ranks, session.curve),
-            measured={"training_seconds": session.curve[-1].seconds},
-        )
-    )
+        made = _manifest(run, identity, layout, ranks, session.curve)
+        try:
+            files = _publish(run.output(), checkpoints, final, session.curve, scratch)
+            run.commit(msgspec.structs.replace(made, files=files))
+        except IdentityConflict:
+            # Another live process of this run may have come first, with other last bits.
+            if (done := run.committed(identity)) is None:
+                raise
+            return _already(done)
     loss = session.curve[-1].loss
     return f"trained {layout.plan.total} steps on {layout.split.num_train} rows, loss {loss:.3f}"
+
+
+def _already(done: Artifact) -> str:
+    return f"already committed, {done.manifest.facts['steps']} steps"
 
 
 def _layout(run: StageRun, scratch: Path, ranks: Ranks) -> Layout:
@@ -117,6 +117,24 @@ def _progress(run: StageRun, ranks: Ranks, total: int) -> Iterator[Progress | No
         yield progress
 
 
+def _manifest(
+    run: StageRun, identity: str, layout: Layout, ranks: Ranks, curve: list[CurvePoint]
+) -> Manifest:
+    """What is known of the artefact before its objects are put in place."""
+    states = run.inputs["states"].manifest
+    return Manifest(
+        artifact="train",
+        identity=identity,
+        files=(),
+        verifier=states.verifier,
+        tokenizer=states.tokenizer,
+        rows_in=states.total_samples,
+        rows_kept=states.total_samples,
+        facts=_facts(run, layout, ranks, curve),
+        measured={"training_seconds": curve[-1].seconds},
+    )
+
+
 def _facts(run: StageRun, layout: Layout, ranks: Ranks, curve: list[CurvePoint]) -> dict[str, Any]:
     """What export and the report need to know of the training."""
     return {
@@ -150,7 +168,7 @@ def _publish(
             remedy="give the run a store prefix of its own and train again",
         )
     folder = scratch / "artifact"
-    checkpoints.fetch(final, folder / DRAFT)
+    checkpoints.fetch(final, folder / DRAFT, names=DRAFT_FILES)
     checkpoints.fetch(untrained, folder / UNTRAINED)
     (folder / CURVE_NAME).write_bytes(encode_curve(curve))
     names = [f"{part}/{name}" for part in (DRAFT, UNTRAINED) for name in DRAFT_FILES]

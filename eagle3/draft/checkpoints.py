@@ -3,14 +3,16 @@
 `checkpoints/<step>/` below the stage's work holds what upstream saved and the curve so far, every
 object under a name that begins with its hash, and a marker that is written last and names them
 all. What is saved again lies beside what stands until the marker is replaced, so that a process
-killed in between leaves no less than before. A training continues from the newest whole one; the
-last two are kept, and `untrained/` beside them, the draft before its first step.
+killed in between leaves no less than before. Then only what the replaced marker named is deleted:
+anything else may be another live process's, which saves the same step. A training continues from
+the newest whole one; the last two are kept, and `untrained/` beside them, the draft before its
+first step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -96,7 +98,12 @@ class Checkpoints:
         return self._upload(folder, UNTRAINED, DRAFT_FILES, None)
 
     def with_curve(self, marker: Marker, curve: bytes) -> Marker:
-        """The same checkpoint with a longer curve: a validation came after it was saved."""
+        """The same checkpoint with a longer curve: a validation came after it was saved.
+
+        Where another process has saved the step anew, that one stands, and this changes nothing.
+        """
+        if self._marker(marker.prefix) != marker:
+            return marker
         entry = FileEntry(path=CURVE_NAME, bytes=len(curve), sha256=sha256(curve).hexdigest())
         files = tuple(entry if old.path == CURVE_NAME else old for old in marker.files)
         longer = msgspec.structs.replace(marker, files=files)
@@ -112,12 +119,14 @@ class Checkpoints:
         """The untrained draft, or None while no process has saved it."""
         return self._marker(UNTRAINED)
 
-    def fetch(self, marker: Marker, folder: Path) -> Path:
+    def fetch(self, marker: Marker, folder: Path, *, names: Collection[str] = ()) -> Path:
         """Download a checkpoint's files, every byte checked, and return the folder.
+
+        Args: names: only these; by default all.
 
         Raises DraftInvalid where an object is gone or differs from the marker.
         """
-        for entry in marker.files:
+        for entry in (file for file in marker.files if not names or file.path in names):
             target, path = folder / entry.path, marker.path_of(entry)
             try:
                 self._work.get_file(path, target)
@@ -157,11 +166,14 @@ class Checkpoints:
         return marker
 
     def _mark(self, marker: Marker) -> None:
-        """Let the marker stand for its checkpoint, then delete what it does not name."""
-        path = f"{marker.prefix}/{MARKER_NAME}"
-        self._work.write_bytes(path, msgspec.json.encode(marker))
-        named = {path, *map(marker.path_of, marker.files)}
-        self._delete([info.path for info in self._work.list(marker.prefix)], but=named)
+        """Let the marker stand for its checkpoint, then delete what only the one before named."""
+        replaced = self._marker(marker.prefix)
+        self._work.write_bytes(f"{marker.prefix}/{MARKER_NAME}", msgspec.json.encode(marker))
+        if replaced is not None:
+            named = set(map(marker.path_of, marker.files))
+            self._delete(
+                [path for path in map(replaced.path_of, replaced.files) if path not in named]
+            )
 
     def _newest(self, count: int) -> list[Marker]:
         """Up to so many whole checkpoints, the one with the most steps first."""
@@ -176,15 +188,17 @@ class Checkpoints:
         return found
 
     def _prune(self) -> None:
-        oldest = self._newest(_KEPT)[-1].prefix
+        kept = self._newest(_KEPT)
+        if not kept:
+            # Another process that is further on has deleted this one already.
+            return
         paths = [info.path for info in self._work.list(_FOLDER)]
-        self._delete([path for path in paths if path.rpartition("/")[0] < oldest])
+        self._delete([path for path in paths if path.rpartition("/")[0] < kept[-1].prefix])
 
-    def _delete(self, paths: Sequence[str], *, but: Set[str] = frozenset()) -> None:
+    def _delete(self, paths: Sequence[str]) -> None:
         """Markers first: a checkpoint that is half deleted must not look whole."""
         for path in sorted(paths, key=lambda path: not path.endswith(MARKER_NAME)):
-            if path not in but:
-                self._work.delete(path)
+            self._work.delete(path)
 
     def _marker(self, prefix: str) -> Marker | None:
         try:

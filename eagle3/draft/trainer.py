@@ -88,6 +88,9 @@ class WatchedTrainer(Trainer):  # type: ignore[misc]
         with self._metrics_told():
             if self._watch.owes_validation(self.current_epoch - 1):
                 self.val_epoch(self.current_epoch - 1)
+                if self.is_distributed:
+                    # The others look for the newest checkpoint when the first has written it.
+                    torch.distributed.barrier()
             super().run_training()
 
     def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
