@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,9 @@ from jobs.process import StageRun, run_stage
 # Units being written while the next is captured; each holds a unit's states in memory.
 _WRITERS = 2
 
-StartCapture = Callable[[Path, Plan], Capture]
-"""Starts an engine, given a folder with the whole verifier and the plan."""
+StartCapture = Callable[[Path, Plan, Path], Capture]
+"""Starts an engine, given a folder with the whole verifier, the plan, and a folder where states
+may pass through."""
 
 
 def story(run: StageRun, start: StartCapture) -> str:
@@ -63,7 +64,7 @@ def story(run: StageRun, start: StartCapture) -> str:
             return f"already committed, {done.manifest.total_samples} samples"
         if len(run.work.finished_units()) < len(plan.units):
             source = open_verifier(run.config.verifier, verifier.facts())
-            with closing(start(source.local_folder(scratch), plan)) as capture:
+            with closing(start(source.local_folder(scratch), plan, scratch)) as capture:
                 capture_units(run, plan, verifier, capture)
     manifest = finished_manifest(run, plan, identity)
     run.commit(manifest)
@@ -78,7 +79,7 @@ def capture_units(run: StageRun, plan: Plan, verifier: LoadedVerifier, capture: 
     """Pass the gate and capture every open unit, each written while the next is captured."""
     rows, max_share = run.inputs["rows"], run.config.extract.max_rejected_share
     reader = UnitReader(partial(rows_of, rows), rows.manifest.files)
-    pass_gate(run, plan, verifier, capture, reader.read(plan.units[0]))
+    pass_gate(run, plan, verifier, capture, map(reader.read, plan.units))
     rejected: Counter[str] = Counter()
     with (
         run.progress("capture", total=plan.num_rows, unit="rows") as progress,
@@ -99,13 +100,13 @@ def pass_gate(
     plan: Plan,
     verifier: LoadedVerifier,
     capture: Capture,
-    rows: Sequence[TokenRow],
+    units: Iterable[Sequence[TokenRow]],
 ) -> None:
-    """The numeric gate on these rows; its figures are kept for whoever commits."""
+    """The numeric gate on rows of these units; its figures are kept for whoever commits."""
     tensors = verifier.three_tensors()
     eps = float(verifier.text_config["rms_norm_eps"])
     head = Head(norm=tensors.norm, lm_head=tensors.lm_head, eps=eps)
-    prompts = gate_prompts([row.input_ids for row in rows])
+    prompts = gate_prompts([row.input_ids for row in rows] for rows in units)
     figures = numeric_gate(capture, prompts, plan.layer_ids, head)
     run.work.keep_figures("gate", run.index, figures.as_measured())
 
@@ -155,7 +156,7 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
     )
 
 
-def start_vllm(run: StageRun, model: Path, plan: Plan) -> Capture:
+def start_vllm(run: StageRun, model: Path, plan: Plan, scratch: Path) -> Capture:
     """vLLM on the whole verifier; one token more than the longest row, for the one it answers."""
     options = EngineOptions.of(
         run.config.extract.engine,
@@ -164,7 +165,7 @@ def start_vllm(run: StageRun, model: Path, plan: Plan) -> Capture:
         trust_remote_code=run.config.verifier.trust_remote_code,
         between_steps=run.check_stop,
     )
-    return VllmCapture(options, layer_ids=plan.layer_ids)
+    return VllmCapture(options, layer_ids=plan.layer_ids, scratch=scratch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

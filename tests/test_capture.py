@@ -261,18 +261,23 @@ class TestGatePrompts:
         return [torch.arange(length) for length in lengths]
 
     def test_lengths_differ_from_the_shortest_to_the_longest(self) -> None:
-        prompts = gate_prompts(self.rows(9, 30, 9, 12, 700, 40, 41, 3, 30))
+        prompts = gate_prompts([self.rows(9, 30, 9, 12, 700, 40, 41, 3, 30)])
         assert [len(ids) for ids in prompts] == [9, 12, 40, 700]
 
     def test_a_unit_of_one_row_has_one_prompt(self) -> None:
-        assert [len(ids) for ids in gate_prompts(self.rows(8))] == [8]
+        assert [len(ids) for ids in gate_prompts([self.rows(8)])] == [8]
 
     def test_of_a_very_long_row_the_beginning_is_enough(self) -> None:
-        assert [len(ids) for ids in gate_prompts(self.rows(50_000))] == [2048]
+        assert [len(ids) for ids in gate_prompts([self.rows(50_000)])] == [2048]
 
     def test_rows_of_a_few_tokens_prove_nothing(self) -> None:
-        with pytest.raises(CaptureInvalid, match="3 rows of at most 7"):
-            gate_prompts(self.rows(3, 7, 7))
+        with pytest.raises(CaptureInvalid, match="rows of at most 7"):
+            gate_prompts([self.rows(3, 7, 7), self.rows(5)])
+
+    def test_the_first_unit_with_a_row_long_enough_gives_them(self) -> None:
+        units = iter([self.rows(3, 7), self.rows(9, 5, 30), self.rows(40)])
+        assert [len(ids) for ids in gate_prompts(units)] == [9, 30]
+        assert len(list(units)) == 1, "later units are not read"
 
 
 class TestFakes:

@@ -73,7 +73,7 @@ def set_extract(folder: Path, **settings: object) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
 
 
-def never(model: Path, plan: Plan) -> Capture:
+def never(model: Path, plan: Plan, scratch: Path) -> Capture:
     raise AssertionError("the engine was started")
 
 
@@ -104,7 +104,7 @@ class Changed:
 
 
 def changed(change: Callable[[int, CapturedRow], CapturedRow]) -> extract.StartCapture:
-    return lambda model, plan: Changed(start_fake_capture(model, plan), change)
+    return lambda model, plan, scratch: Changed(start_fake_capture(model, plan), change)
 
 
 def nan_in_row(number: int) -> extract.StartCapture:
@@ -114,6 +114,11 @@ def nan_in_row(number: int) -> extract.StartCapture:
         return row
 
     return changed(spoil)
+
+
+def zero(count: int, row: CapturedRow) -> CapturedRow:
+    """Nothing in the rows of the first unit."""
+    return CapturedRow(row.token_ids, row.hidden_states * 0) if count < 8 else row
 
 
 def test_every_prepared_row_comes_out_with_its_ids_mask_and_states(folder: Path) -> None:
@@ -239,6 +244,16 @@ def test_another_workers_object_of_other_rows_is_refused(folder: Path) -> None:
     assert not store_of(folder).exists("extract/data_config.json")
 
 
+def test_another_workers_object_is_adopted_where_every_row_is_rejected_here(folder: Path) -> None:
+    run_extract(folder)
+    before = content_of(store_of(folder), "extract")
+    store_of(folder).delete("extract/data_config.json")
+    store_of(folder).delete("work/extract/units/000000.json")
+    set_extract(folder, max_rejected_share=0.9)
+    run_extract(folder, changed(zero))
+    assert content_of(store_of(folder), "extract") == before
+
+
 def test_a_row_that_is_not_finite_is_rejected_counted_and_left_out(folder: Path) -> None:
     set_extract(folder, max_rejected_share=0.5)
     run_extract(folder, nan_in_row(3))
@@ -256,9 +271,6 @@ def test_too_many_rejected_rows_fail_the_stage(folder: Path) -> None:
 
 
 def test_a_unit_whose_rows_are_all_rejected_has_a_record_and_no_object(folder: Path) -> None:
-    def zero(count: int, row: CapturedRow) -> CapturedRow:
-        return CapturedRow(row.token_ids, row.hidden_states * 0) if count < 8 else row
-
     set_extract(folder, max_rejected_share=0.9)
     run_extract(folder, changed(zero))
     manifest = artifact_at(store_of(folder), "extract").manifest
@@ -275,7 +287,7 @@ def test_states_of_other_tokens_stop_the_stage_at_once(folder: Path) -> None:
 
 
 def test_the_numeric_gate_stops_a_wrong_layer_before_anything_is_written(folder: Path) -> None:
-    def one_layer_too_early(model: Path, plan: Plan) -> Capture:
+    def one_layer_too_early(model: Path, plan: Plan, scratch: Path) -> Capture:
         right = start_fake_capture(model, plan)
 
         class Shifted(Changed):

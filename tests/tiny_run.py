@@ -101,7 +101,7 @@ def content_of(store: Store, kind: str) -> dict[str, Any]:
     }
 
 
-def start_fake_capture(model: Path, plan: extract.Plan) -> Capture:
+def start_fake_capture(model: Path, plan: extract.Plan, scratch: Path | None = None) -> Capture:
     """The shipped fake on the verifier's own norm and lm_head, so that the gate passes."""
     verifier = open_verifier(VerifierConfig(source=str(model)))
     tensors = verifier.three_tensors()

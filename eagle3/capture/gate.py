@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,23 +84,29 @@ class Head:
     eps: float
 
 
-def gate_prompts(rows: Sequence[torch.Tensor]) -> list[list[int]]:
+def gate_prompts(units: Iterable[Sequence[torch.Tensor]]) -> list[list[int]]:
     """Up to `GATE_ROWS` prompts of different lengths, the longest and the shortest among them.
 
-    Rows (int64 [T]) of fewer than `GATE_MIN_TOKENS` are passed over. Raises CaptureInvalid where
-    all are.
+    Args:
+        units: the rows (int64 [T]) of each unit. The prompts are of the first that has a row of
+            `GATE_MIN_TOKENS`, whose shorter rows are passed over; later ones are not read.
+
+    Raises CaptureInvalid where none has.
     """
-    by_length = {len(row): row for row in rows}
-    lengths = sorted(length for length in by_length if length >= GATE_MIN_TOKENS)
-    if not lengths:
-        raise CaptureInvalid(
-            "numeric gate",
-            wanted=f"a row of at least {GATE_MIN_TOKENS} tokens in the first unit",
-            found=f"{len(rows)} rows of at most {max(by_length, default=0)}",
-            remedy="give the stage longer rows, or raise extract.unit_rows",
-        )
-    chosen = _spread(len(lengths), GATE_ROWS)
-    return [by_length[lengths[at]][:GATE_MAX_TOKENS].tolist() for at in chosen]
+    longest = 0
+    for rows in units:
+        by_length = {len(row): row for row in rows}
+        lengths = sorted(length for length in by_length if length >= GATE_MIN_TOKENS)
+        if lengths:
+            chosen = _spread(len(lengths), GATE_ROWS)
+            return [by_length[lengths[at]][:GATE_MAX_TOKENS].tolist() for at in chosen]
+        longest = max([longest, *by_length])
+    raise CaptureInvalid(
+        "numeric gate",
+        wanted=f"a row of at least {GATE_MIN_TOKENS} tokens",
+        found=f"rows of at most {longest}",
+        remedy="give the stage longer rows",
+    )
 
 
 def numeric_gate(
