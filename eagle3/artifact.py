@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from eagle3 import manifest as manifests
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
 from eagle3.stages import STAGES
 from eagle3.store import Store, open_store, sha256_of_file
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,13 @@ class Artifact:
         """How a consumer's manifest records it."""
         return InputRef(artifact=self.manifest.artifact, url=self.store.url, digest=self.digest)
 
+    def named(self, path: str) -> FileEntry | None:
+        """What the manifest says of an object, or None where it names none such."""
+        return self._entries.get(path)
+
     def entry(self, path: str) -> FileEntry:
         """What the manifest says of an object. Raises ManifestInvalid where it names none such."""
-        found = self._entries.get(path)
+        found = self.named(path)
         if found is None:
             raise self._differs(path, "an object that the manifest names", "none of that name")
         return found
@@ -53,6 +61,14 @@ class Artifact:
             raise self._gone(entry) from error
         self._prove(entry, len(data), hashlib.sha256(data).hexdigest())
         return data
+
+    def read_lines(self, path: str, kind: type[T]) -> list[T]:
+        """An object of JSON lines as values of a type, proven by `read`. Raises ManifestInvalid."""
+        try:
+            return msgspec.json.Decoder(kind).decode_lines(self.read(path))
+        except msgspec.DecodeError as error:
+            wanted = f"lines of {kind.__name__.lstrip('_')}"
+            raise self._differs(path, wanted, str(error)) from error
 
     def fetch(self, path: str, to: Path) -> None:
         """Copy an object into a local file, proven as by `read`. Raises ManifestInvalid."""
@@ -153,7 +169,8 @@ def put(
 ) -> FileEntry:
     """Create an object of an artefact from bytes or from a finished file; returns its entry.
 
-    Raises IdentityConflict where other bytes lie there: the same inputs gave the same bytes.
+    Where a process that came first has committed a `timed` object, its entry is returned. Raises
+    IdentityConflict where other bytes lie there: the same inputs gave the same bytes.
     """
     try:
         if isinstance(content, bytes):
@@ -163,12 +180,18 @@ def put(
             size, sha256 = content.stat().st_size, sha256_of_file(content)
             store.create_file(content, path)
     except FileExistsError as error:
+        standing = find(store)
+        named = standing.named(path) if standing else None
+        if timed and named is not None and named.timed:
+            return named
         raise IdentityConflict(
             f"{store.url}/{path}",
             wanted="the bytes that these inputs give",
-            found="others, as of another version of eagle3",
-            remedy="delete it, for no manifest names it"
-            if timed and not store.exists(MANIFEST_NAME)
+            found="others, of a process that was killed or still runs"
+            if timed
+            else "others, as of another version of eagle3",
+            remedy="if no other process of this run is alive, delete it, for no manifest names it"
+            if timed and standing is None
             else "give this run a store prefix of its own",
         ) from error
     return FileEntry(
@@ -203,6 +226,8 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
             remedy="correct the URL under inputs",
         )
     _require_facts(found)
+    if "regenerate" in kinds:
+        _refuse_unanswered(found)
     if found.manifest.artifact == "extract":
         manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
     _check_objects(found)
@@ -219,6 +244,18 @@ def _require_facts(artifact: Artifact) -> None:
                 found="none",
                 remedy=_again(artifact.manifest.artifact),
             )
+
+
+def _refuse_unanswered(artifact: Artifact) -> None:
+    """Conversations that nobody has answered are for regenerate alone: they teach nothing."""
+    count = artifact.manifest.facts.get("unanswered", 0)
+    if artifact.manifest.artifact == "prepare" and count:
+        raise ManifestInvalid(
+            f"{artifact.store.url}/{MANIFEST_NAME}: facts.unanswered",
+            wanted="0 conversations without an answer",
+            found=count,
+            remedy="run regenerate first, which answers them, and read its artefact",
+        )
 
 
 def _check_objects(artifact: Artifact) -> None:

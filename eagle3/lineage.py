@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import msgspec
 
@@ -13,8 +12,6 @@ from eagle3.errors import AcceptanceInvalid, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME, InputRef
 from eagle3.stages import ARTIFACT_KINDS
 from eagle3.store import open_store
-
-T = TypeVar("T")
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -81,24 +78,11 @@ def refuse_trained_on(conversations: set[str], lineage: Iterable[Artifact]) -> i
 def _training_conversations(prepared: Artifact) -> Iterator[str]:
     rows = [entry.path for entry in prepared.manifest.files if _is_rows(entry.path)]
     for path in rows:
-        yield from (row.conversation for row in read_lines(prepared, path, _Row))
+        yield from (row.conversation for row in prepared.read_lines(path, _Row))
 
 
 def _is_rows(path: str) -> bool:
     return path.startswith("rows-") and path.endswith(".jsonl")
-
-
-def read_lines(artifact: Artifact, path: str, kind: type[T]) -> list[T]:
-    """An object of JSON lines as values of a type, proven first. Raises ManifestInvalid."""
-    try:
-        return msgspec.json.Decoder(kind).decode_lines(artifact.read(path))
-    except msgspec.DecodeError as error:
-        raise ManifestInvalid(
-            f"{artifact.store.url}/{path}",
-            wanted=f"lines of {kind.__name__.lstrip('_')}",
-            found=error,
-            remedy="run the stage that wrote it again under a prefix of its own",
-        ) from error
 
 
 def _open(ref: InputRef, consumer: Artifact) -> Artifact:

@@ -8,6 +8,7 @@ keeps the ten fields of version 1 under their names and types.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -244,14 +245,15 @@ def _indexed(
     """The entries of an index, whose bytes are proven first. Raises ManifestInvalid."""
     try:
         lines = read(index.path) if read and "/" not in index.path else b""
-        if len(lines) != index.bytes or hashlib.sha256(lines).hexdigest() != index.sha256:
-            raise FileNotFoundError(f"{len(lines)} bytes, or other ones")
+        found = (len(lines), lines.count(b"\n"), hashlib.sha256(lines).hexdigest())
+        if found != (index.bytes, index.objects, index.sha256):
+            raise FileNotFoundError(f"{found[0]} bytes of {found[1]} objects, or other ones")
         # Line by line: dicts of a hundred thousand entries would take many times the memory.
         return tuple(msgspec.json.Decoder(FileEntry).decode_lines(lines))
     except (FileNotFoundError, msgspec.DecodeError) as error:
         raise ManifestInvalid(
             f"{where}: index",
-            wanted=f"{index.path}, {index.bytes} bytes of sha256 {index.sha256[:16]}",
+            wanted=f"{index.path}, {index.bytes} bytes, {index.objects} objects",
             found=error,
             remedy="run the stage that wrote it again under a prefix of its own",
         ) from error
@@ -274,7 +276,7 @@ def check(manifest: Manifest, where: str) -> None:
                 remedy="run the stage that wrote it again",
             )
     paths = [entry.path for entry in manifest.files]
-    doubled = sorted({path for path in paths if paths.count(path) > 1}) if _repeats(paths) else []
+    doubled = sorted(path for path, count in Counter(paths).items() if count > 1)
     unsafe = [path for path in paths if path.startswith("/") or ".." in path.split("/")]
     if doubled or unsafe or MANIFEST_NAME in paths:
         raise ManifestInvalid(
@@ -345,7 +347,3 @@ def totals(entries: Iterable[FileEntry]) -> tuple[int, int]:
     """(samples, tokens) over objects."""
     entries = list(entries)
     return sum(e.samples for e in entries), sum(e.tokens for e in entries)
-
-
-def _repeats(paths: list[str]) -> bool:
-    return len(set(paths)) != len(paths)

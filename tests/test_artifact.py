@@ -78,6 +78,14 @@ def test_an_uncommitted_upstream_is_missing_and_the_stage_to_run_is_named(run):
         gate(run, "extract")
 
 
+def test_conversations_that_nobody_answered_are_for_regenerate_alone(run):
+    commit(run, "prepare", facts={"unanswered": 2})
+    url = run.child("prepare").url
+    with pytest.raises(ManifestInvalid, match=r"facts\.unanswered.*run regenerate first"):
+        artifacts.gate(url, ("regenerate", "prepare"))
+    assert artifacts.gate(url, ("prepare",)).manifest.facts == {"unanswered": 2}
+
+
 def test_an_object_more_than_the_manifest_names_does_no_harm(ready):
     ready.write_bytes("extract/left-over", b"of a killed worker")
     gate(ready, "extract")
@@ -237,7 +245,7 @@ def test_an_object_that_the_manifest_does_not_name_is_not_read(stored):
 def test_what_a_killed_process_left_of_a_timed_object_may_be_deleted(run):
     store = run.child("evaluate")
     artifacts.put(store, "report.html", b"slow", timed=True)
-    with pytest.raises(IdentityConflict, match="delete it, for no manifest names it"):
+    with pytest.raises(IdentityConflict, match="if no other process of this run is alive, delete"):
         artifacts.put(store, "report.html", b"fast", timed=True)
     assert store.read_bytes("report.html") == b"slow"
     commit(run, "evaluate")
@@ -245,10 +253,30 @@ def test_what_a_killed_process_left_of_a_timed_object_may_be_deleted(run):
         artifacts.put(store, "report.html", b"fast", timed=True)
 
 
+def test_of_two_processes_that_end_together_the_later_finds_the_timed_object_committed(run):
+    store = run.child("evaluate")
+
+    def made(report: bytes) -> Manifest:
+        entry = artifacts.put(store, "report.html", report, timed=True)
+        facts = {"verifier": VERIFIER, "tokenizer": TOKENIZER}
+        return Manifest(artifact="evaluate", identity="i", files=(entry,), **facts)
+
+    first = artifacts.commit(store, made(b"slow"))
+    later = artifacts.commit(store, made(b"fast"))
+    assert later.manifest == first.manifest
+    assert later.read("report.html") == b"slow"
+
+
 def commit_many(run: Store, count: int) -> artifacts.Artifact:
     """An artefact that says it has so many objects; only the manifest's part is written."""
     files = tuple(
-        FileEntry(path=f"hidden-{i:06d}.safetensors", bytes=1, sha256=f"{i:064x}", samples=1)
+        FileEntry(
+            path=f"hidden-{i:06d}.safetensors",
+            bytes=1,
+            sha256=f"{i:064x}",
+            samples=1,
+            header_sha256=f"{i:064x}",
+        )
         for i in range(count)
     )
     sums = {"rows_in": count, "rows_kept": count, "total_samples": count, "total_tokens": 0}
@@ -280,6 +308,15 @@ def test_a_damaged_index_is_refused_by_the_gate(run, damage):
             lines[:-1] if damage == "cut" else lines.replace(b'"samples":1', b'"samples":2', 1),
         )
     with pytest.raises(ManifestInvalid, match=r"data_config\.json: index: wanted files-"):
+        gate(run, "extract")
+
+
+def test_an_index_of_another_number_of_objects_is_refused(run):
+    commit_many(run, MOST_INLINE + 1)
+    manifest = msgspec.json.decode(run.read_bytes("extract/data_config.json"))
+    manifest["index"]["objects"] += 1
+    run.write_bytes("extract/data_config.json", msgspec.json.encode(manifest))
+    with pytest.raises(ManifestInvalid, match=r"1002 objects, found .* 1001 objects"):
         gate(run, "extract")
 
 

@@ -192,6 +192,14 @@ def test_rows_come_from_regenerate_unless_the_run_leaves_it_out(bench):
     assert "run regenerate first" in gated.err
 
 
+@pytest.mark.parametrize("stage", ["extract", "vocab"])
+def test_prompts_that_nobody_answered_do_not_pass_by_leaving_regenerate_out(bench, stage):
+    rewrite(bench.run, "prepare", facts={"unanswered": 3})
+    gated = bench.gate(stage)
+    assert gated.code == 65
+    assert "found 3; run regenerate first" in gated.err
+
+
 @pytest.mark.parametrize("stage", ["tran", ""])
 def test_no_stage_of_that_name_is_a_usage_error(bench, stage):
     gated = bench.gate(stage)

@@ -9,7 +9,6 @@ import msgspec
 
 from eagle3.artifact import Artifact
 from eagle3.conversations.messages import Message
-from eagle3.lineage import read_lines
 
 HELDOUT_NAME = "heldout.jsonl"
 
@@ -55,9 +54,9 @@ def encode_lines(records: Iterable[msgspec.Struct]) -> bytes:
 
 def read_row_records(prepared: Artifact, path: str) -> list[RowRecord]:
     """The lines beside a token shard. Raises ManifestInvalid for what prepare did not write."""
-    return read_lines(prepared, path, RowRecord)
+    return prepared.read_lines(path, RowRecord)
 
 
 def read_heldout(prepared: Artifact) -> list[HeldoutPrompt]:
     """The held-out prompts of a prepare artefact. Raises ManifestInvalid."""
-    return read_lines(prepared, HELDOUT_NAME, HeldoutPrompt)
+    return prepared.read_lines(HELDOUT_NAME, HeldoutPrompt)

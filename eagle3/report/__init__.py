@@ -17,7 +17,7 @@ import msgspec
 from eagle3.acceptance import Figures
 from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid
-from eagle3.lineage import of_kind, read_lines
+from eagle3.lineage import of_kind
 from eagle3.report import chain, content
 from eagle3.report.plots import CoveragePoint, LossPoint
 
@@ -100,7 +100,7 @@ def render(evidence: Evidence) -> str:
 def _losses(trained: Artifact) -> list[LossPoint]:
     return [
         LossPoint(step=line.step, loss=line.loss, validation=line.kind == "validation")
-        for line in read_lines(trained, "metrics.jsonl", _MetricLine)
+        for line in trained.read_lines("metrics.jsonl", _MetricLine)
     ]
 
 
