@@ -4,6 +4,7 @@ Protects the silent faults of serving: a server loads nearly any folder, runs, a
 Each entry of FAULTS is one way to such a folder, and must be refused by the name of its field.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.config import RunConfig
 from eagle3.draft.export import Wanted, check_export, served_tensors
 from eagle3.errors import DraftInvalid, ManifestInvalid
 from eagle3.store import Store
@@ -51,28 +53,57 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A draft for each shape of verifier, trained for two steps and exported."""
-    make, settings = SHAPES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    verifier = make(folder / "verifier", dtype="bfloat16")
-    store = make_run(f"file://{folder}/run", verifier, num_rows=8)
-    config = config_of(epochs=1, max_steps=2, **settings)
-    train.story(stage_run("train", store, config))
-    export.story(stage_run("export", store, config))
-    return store
+class Runs:
+    """Runs with a draft for each shape of verifier, trained for two steps and exported."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Store] = {}
+
+    def of(self, shape: str) -> Store:
+        """The run of a shape, made when it is first asked for."""
+        if shape not in self._made:
+            make, _ = SHAPES[shape]
+            folder = self._folder / shape
+            verifier = make(folder / "verifier", dtype="bfloat16")
+            store = make_run(f"file://{folder}/run", verifier, num_rows=8)
+            train.story(stage_run("train", store, config(shape)))
+            export.story(stage_run("export", store, config(shape)))
+            self._made[shape] = store
+        return self._made[shape]
+
+
+def config(shape: str) -> RunConfig:
+    return config_of(epochs=1, max_steps=2, **SHAPES[shape][1])
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """One trained run, for the faults."""
-    folder = tmp_path_factory.mktemp("llama")
-    verifier = make_llama(folder / "verifier", dtype="bfloat16")
-    store = make_run(f"file://{folder}/run", verifier, num_rows=8)
-    train.story(stage_run("train", store, config_of(epochs=1, max_steps=1)))
-    export.story(stage_run("export", store, config_of(epochs=1, max_steps=1)))
-    return store
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("exported"))
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(runs: Runs, shape: str) -> Store:
+    """The run of every shape in turn."""
+    return runs.of(shape)
+
+
+@pytest.fixture(scope="module")
+def llama(runs: Runs) -> Store:
+    """One run, for the faults."""
+    return runs.of("llama")
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Store, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """What its draft must be."""
+    return wanted_of(llama, tmp_path_factory.mktemp("wanted"))
 
 
 def folder_of(store: Store) -> Path:
@@ -81,23 +112,22 @@ def folder_of(store: Store) -> Path:
     return path
 
 
-def wanted_of(store: Store, scratch: Path, **changes: Any) -> Wanted:
+def wanted_of(store: Store, scratch: Path) -> Wanted:
     """What the exported draft must be, from the run's artefacts."""
     facts = artifact_at(store, "train").manifest.facts
     verifier = load_verifier_artifact(artifact_at(store, "verifier"), scratch)
-    fields = {
-        "layer": facts["layer_config"],
-        "aux_layer_ids": tuple(facts["aux_layer_ids"]),
-        "mapping": load_mapping(
+    return Wanted(
+        layer=facts["layer_config"],
+        aux_layer_ids=tuple(facts["aux_layer_ids"]),
+        mapping=load_mapping(
             artifact_at(store, "vocab"), vocab_size=512, required_ids=verifier.required_ids
         ),
-        "tensors": verifier.three_tensors(),
-        "norm_before_fc": facts["norm_before_fc"],
-        "norm_output": facts["norm_output"],
-        "serving_name": "org/verifier",
-        "num_speculative_tokens": 3,
-    }
-    return Wanted(**{**fields, **changes})
+        tensors=verifier.three_tensors(),
+        norm_before_fc=facts["norm_before_fc"],
+        norm_output=facts["norm_output"],
+        serving_name="org/verifier",
+        num_speculative_tokens=3,
+    )
 
 
 class TestEveryShape:
@@ -133,9 +163,9 @@ class TestEveryShape:
         assert trained.keys() == untrained.keys() == served_tensors(wanted).keys()
         assert not torch.equal(trained["fc.weight"], untrained["fc.weight"])
 
-    def test_again_does_nothing(self, exported: Store) -> None:
-        config = config_of(epochs=1, max_steps=2)
-        assert "already committed" in export.story(stage_run("export", exported, config))
+    def test_again_does_nothing(self, exported: Store, shape: str) -> None:
+        again = stage_run("export", exported, config(shape))
+        assert "already committed" in export.story(again)
 
 
 def _config_fault(*path: str, value: Any = None) -> Callable[[Path], None]:
@@ -214,24 +244,21 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 class TestLint:
     @pytest.mark.parametrize("fault", FAULTS)
-    def test_refuses(self, llama: Store, tmp_path: Path, fault: str) -> None:
+    def test_refuses(self, llama: Store, wanted: Wanted, tmp_path: Path, fault: str) -> None:
         spoil, field = FAULTS[fault]
-        wanted = wanted_of(llama, tmp_path)
         folder = tmp_path / "draft"
         shutil.copytree(folder_of(llama), folder)
-        check_export(folder, wanted)
         spoil(folder)
         with pytest.raises(DraftInvalid, match=field):
             check_export(folder, wanted)
 
-    def test_a_draft_of_another_verifier(self, llama: Store, tmp_path: Path) -> None:
-        wanted = wanted_of(llama, tmp_path)
+    def test_a_draft_of_another_verifier(self, llama: Store, wanted: Wanted) -> None:
         other = load_file(folder_of(llama) / "model.safetensors")["embed_tokens.weight"].flip(0)
         tensors = type(wanted.tensors)(
             embed=other, norm=wanted.tensors.norm, lm_head=wanted.tensors.lm_head
         )
         with pytest.raises(DraftInvalid, match="values of the verifier"):
-            check_export(folder_of(llama), wanted_of(llama, tmp_path, tensors=tensors))
+            check_export(folder_of(llama), dataclasses.replace(wanted, tensors=tensors))
 
 
 class TestStory:
@@ -244,7 +271,7 @@ class TestStory:
         store.delete("export/data_config.json")
         store.delete("work/export/claim.json")
         with pytest.raises(ManifestInvalid, match="trained with"):
-            export.story(stage_run("export", store, config_of(epochs=1, max_steps=1)))
+            export.story(stage_run("export", store, config("llama")))
 
     def test_an_altered_draft_is_never_exported(self, llama: Store, tmp_path: Path) -> None:
         store = copy_of(llama, tmp_path)
@@ -254,5 +281,5 @@ class TestStory:
         store.write_bytes(path, bytes(data))
         store.delete("export/data_config.json")
         with pytest.raises(ManifestInvalid, match="sha256"):
-            export.story(stage_run("export", store, config_of(epochs=1, max_steps=1)))
+            export.story(stage_run("export", store, config("llama")))
         assert not store.exists("export/data_config.json")

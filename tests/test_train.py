@@ -310,20 +310,6 @@ class TestSignals:
         assert stopped_at < len(found) == artifact_at(store, "train").manifest.facts["steps"]
         assert f"trained {len(found)} steps" in message
 
-    def test_kill_9_goes_on_from_the_newest_checkpoint(self, ready: Store, tmp_path: Path) -> None:
-        store = copy_of(ready, tmp_path)
-        child, config = start(store, tmp_path, **LONG)
-        checkpoints = Checkpoints(store.child("work/train"))
-        wait_for(lambda: checkpoints.newest() is not None, child)
-        child.kill()
-        child.communicate(timeout=600)
-        assert child.returncode == -signal.SIGKILL
-        assert not store.exists("train/data_config.json")
-        train.story(stage_run("train", store, config))
-        found = steps_of(store)
-        assert [p.step for p in found] == list(range(1, len(found) + 1))
-        assert len(found) == artifact_at(store, "train").manifest.facts["steps"]
-
 
 class TestSeveralProcesses:
     @pytest.mark.parametrize(
