@@ -100,7 +100,8 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
 
 def header_sha256_of(shard: bytes) -> str:
     """The sha256, in hex, of a shard's header."""
-    return _sha256(shard[_LENGTH_BYTES : _LENGTH_BYTES + _header_length(shard, "a shard")])
+    end = _LENGTH_BYTES + _header_length(shard, "a shard")
+    return hashlib.sha256(shard[_LENGTH_BYTES:end]).hexdigest()
 
 
 class ShardReader:
@@ -111,21 +112,17 @@ class ShardReader:
         self._path = path
 
     def refs(self, *, header_sha256: str | None = None) -> list[SampleRef]:
-        """Every row of the shard in file order, from its header alone. Raises ShardInvalid.
-
-        Args:
-            header_sha256: what `header_sha256_of` gave when the shard was written.
-        """
+        """Every row of the shard in file order, from its header alone, which is proven where
+        `header_sha256` is what `header_sha256_of` gave. Raises ShardInvalid."""
         first = self._store.read_range(self._path, 0, _FIRST_READ)
         length = _header_length(first, self._path)
         header = first[_LENGTH_BYTES:]
         if len(header) < length:
             end = _LENGTH_BYTES + length
             header += self._store.read_range(self._path, len(first), end)
-        found = _sha256(header[:length])
+        found = hashlib.sha256(header[:length]).hexdigest()
         if header_sha256 is not None and found != header_sha256:
-            wanted = f"sha256 {header_sha256[:16]}, as the manifest says"
-            raise _invalid(self._path, "header", wanted, f"{found[:16]}, another shard")
+            raise _invalid(self._path, "header", header_sha256, f"{found}, another shard")
         return _refs(header[:length], self._path)
 
     def read(self, ref: SampleRef, *, finite: bool = False) -> Sample:
@@ -159,15 +156,16 @@ def read_tokens(store: Store, ref: SampleRef) -> TokenRow:
 
 def read_rows(store: Store, path: str) -> list[TokenRow]:
     """Every token row of a shard (hidden states are left out), checked. Raises ShardInvalid."""
-    return _rows_in(store.read_bytes(path), path)
+    return decode_rows(store.read_bytes(path), path)
 
 
 def rows_of(artifact: Artifact, path: str) -> list[TokenRow]:
     """The same of a committed shard, of the manifest's bytes. Raises ManifestInvalid too."""
-    return _rows_in(artifact.read(path), path)
+    return decode_rows(artifact.read(path), path)
 
 
-def _rows_in(data: bytes, path: str) -> list[TokenRow]:
+def decode_rows(data: bytes, path: str) -> list[TokenRow]:
+    """The same of a shard's bytes; `path` names it in an error."""
     length = _header_length(data, path)
     refs = _refs(data[_LENGTH_BYTES : _LENGTH_BYTES + length], path)
     end = refs[-1].offset + refs[-1].nbytes
@@ -244,10 +242,6 @@ def _check_row(
 def _to_bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().tobytes()
-
-
-def _sha256(header: bytes) -> str:
-    return hashlib.sha256(header).hexdigest()
 
 
 def _header_length(data: bytes, path: str) -> int:

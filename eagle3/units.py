@@ -21,7 +21,7 @@ from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid, ShardInvalid
 from eagle3.manifest import FileEntry, Manifest
 from eagle3.progress import Progress
-from eagle3.shards import ShardReader, TokenRow, header_sha256_of, read_rows
+from eagle3.shards import ShardReader, TokenRow, decode_rows, header_sha256_of
 from eagle3.store import Store
 from eagle3.work import UnitRecord, Work
 
@@ -236,8 +236,8 @@ def write_unit(store: Store, path: str, data: bytes, rows: Sequence[TokenRow]) -
 
 def adopt_unit(store: Store, path: str) -> WrittenUnit:
     """A unit's object that another worker left. Raises ShardInvalid where it is no shard."""
-    rows = read_rows(store, path)
-    return WrittenUnit(_entry_of(path, store.read_bytes(path), rows), rows, adopted=True)
+    rows = decode_rows(data := store.read_bytes(path), path)
+    return WrittenUnit(_entry_of(path, data, rows), rows, adopted=True)
 
 
 def _entry_of(path: str, data: bytes, rows: Sequence[TokenRow]) -> FileEntry:
