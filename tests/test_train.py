@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from speculators.losses.eager import kl_div_loss
 from speculators.train import cli
 from speculators.train.config import TrainConfig as UpstreamConfig
@@ -43,7 +43,15 @@ from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs import train
 from tests.tiny_verifiers import make_llama
-from tests.trainable import artifact_at, config_of, copy_of, make_run, recommit, stage_run
+from tests.trainable import (
+    artifact_at,
+    config_of,
+    copy_of,
+    make_run,
+    recommit,
+    rewrite,
+    stage_run,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -384,9 +392,8 @@ class TestRefusals:
         store = copy_of(ready, tmp_path)
         mapping = load(store.read_bytes("vocab/mapping.safetensors"))
         mapping["d2t"] += torch.arange(128)
-        save_file(mapping, tmp_path / "mapping")
-        store.put_file(tmp_path / "mapping", "vocab/mapping.safetensors")
-        with pytest.raises(MappingInvalid):
+        rewrite(store, "vocab", "mapping.safetensors", save(mapping))
+        with pytest.raises(MappingInvalid, match="d2t"):
             self.story(store)
 
     def test_b118_another_runs_mapping_of_the_same_size(self, ready: Store, tmp_path: Path) -> None:

@@ -96,19 +96,19 @@ def rewrite_shard(store: Store, path: str, samples: Sequence[Sample]) -> None:
     """Replace a shard of the states and all that the manifest says of it: a sound artefact, with
     whatever is in the samples."""
     data = encode_samples(samples)
-    store.write_bytes(f"extract/{path}", data)
+    rewrite(store, "extract", path, data, header_sha256=header_sha256_of(data))
+
+
+def rewrite(store: Store, kind: str, path: str, data: bytes, **said: str) -> None:
+    """Replace an object and what the manifest says of its bytes, so that only its content can be
+    wrong."""
+    store.write_bytes(f"{kind}/{path}", data)
+    said |= {"sha256": hashlib.sha256(data).hexdigest()}
     files = tuple(
-        msgspec.structs.replace(
-            entry,
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            header_sha256=header_sha256_of(data),
-        )
-        if entry.path == path
-        else entry
-        for entry in artifact_at(store, "extract").manifest.files
+        msgspec.structs.replace(entry, bytes=len(data), **said) if entry.path == path else entry
+        for entry in artifact_at(store, kind).manifest.files
     )
-    recommit(store, "extract", files=files)
+    recommit(store, kind, files=files)
 
 
 def _commit_verifier(store: Store, folder: Path) -> None:
