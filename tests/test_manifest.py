@@ -43,8 +43,23 @@ VERSION_1 = {
 }
 
 FILES = (
-    FileEntry(path="hidden-000000.safetensors", bytes=10, sha256="a" * 64, samples=2, tokens=7),
-    FileEntry(path="hidden-000001.safetensors", bytes=11, sha256="b" * 64, samples=1, tokens=5),
+    FileEntry(
+        path="hidden-000000.safetensors",
+        bytes=10,
+        sha256="a" * 64,
+        samples=2,
+        tokens=7,
+        header_sha256="e" * 64,
+    ),
+    FileEntry(
+        path="hidden-000001.safetensors",
+        bytes=11,
+        sha256="b" * 64,
+        samples=1,
+        tokens=5,
+        header_sha256="f" * 64,
+    ),
+    FileEntry(path="timings.json", bytes=3, sha256="9" * 64, timed=True),
 )
 
 MANIFEST = Manifest(
@@ -290,6 +305,8 @@ GOLDEN_LINES = (
     b'{"bytes":10,"path":"rows-000000.safetensors","samples":2,"sha256":"aa","tokens":7}\n'
 )
 GOLDEN_DIGEST = "254dd3d3cb5625a9d35f7801bfb4d4e88b6725c60af17c9991d51cc62c53d866"
+WHOLE_SHA256 = "59af47e0d1db373d2cfdcf5c31df3c798c5996ad7b2a02e4f351b743e71fffe6"
+WHOLE_DIGEST = "d33c1d9080c12de8675af7293eae1f1172b8d4f71cd15c1c8494a0345a96bd84"
 
 
 def beside(lines: bytes) -> Callable[[str], bytes]:
@@ -301,6 +318,14 @@ def test_the_bytes_of_a_manifest_are_frozen():
     assert encode(SMALL).decode() == GOLDEN
     assert decode(GOLDEN.encode(), "m") == SMALL
     assert digest(SMALL) == GOLDEN_DIGEST
+
+
+def test_the_bytes_and_the_digest_of_a_manifest_with_every_field_are_frozen():
+    whole = encode(MANIFEST)
+    assert hashlib.sha256(whole).hexdigest() == WHOLE_SHA256, whole.decode()
+    assert digest(MANIFEST) == WHOLE_DIGEST
+    unset = [name for name in MANIFEST.__struct_fields__ if not getattr(MANIFEST, name)]
+    assert unset == ["index", "facts"]
 
 
 def test_the_bytes_of_a_manifest_with_an_index_are_frozen():

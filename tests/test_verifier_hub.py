@@ -211,6 +211,7 @@ def test_the_fingerprint_is_that_of_the_same_folder_and_no_weight_file_is_downlo
     assert 0 < asked < sum(path.stat().st_size for path in weights)
 
 
+@pytest.mark.slow
 def test_later_stages_open_the_commit_that_the_data_was_prepared_with(
     folder: Path, server: Hub, tmp_path: Path
 ) -> None:
