@@ -120,7 +120,7 @@ def loss_curve(points: Sequence[LossPoint]) -> str:
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="lower left")
+        axes.legend(loc="upper right")
         return _svg(canvas)
 
 
