@@ -293,10 +293,12 @@ class TestFakes:
         assert torch.equal(whole.hidden_states[:9], prefix.hidden_states)
 
     def test_the_fakes_are_what_the_stories_ask_for(self) -> None:
-        capture: Capture = fake()
-        generator: Generator = FakeGenerator(vocab_size=VOCAB_SIZE, end_id=2)
-        capture.close()
-        generator.close()
+        generator = FakeGenerator(vocab_size=VOCAB_SIZE, end_id=2)
+        for protocol, one in ((Capture, fake()), (Generator, generator)):
+            asked = {name for name in vars(protocol) if not name.startswith("_")}
+            assert "close" in asked
+            assert [name for name in asked if not callable(getattr(one, name, None))] == []
+            one.close()
 
     def test_answers_are_repeatable_and_end_both_ways(self) -> None:
         generator = FakeGenerator(vocab_size=VOCAB_SIZE, end_id=2, end_share=0.05)

@@ -101,6 +101,8 @@ class StoreContract:
         source = tmp_path / "source"
         source.write_bytes(b"first")
         store.create_file(source, "a")
+        assert [info.path for info in store.list()] == ["a"]
+        assert store.read_bytes("a") == b"first"
 
     def test_of_many_writers_one_wins(self, store):
         def write(number: int) -> bool:

@@ -192,8 +192,21 @@ def make_kimi(
     )
     directory.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(weights, directory, max_shard_size="1MB")
-    # As published: kimi_k2 is deepseek_v3 by another name.
-    config = {
+    _write_json(
+        directory / "config.json",
+        _kimi_config(text_config, vocab_size=vocab_size, tie=tie, dtype=dtype),
+    )
+    _write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "pad_token_id": 0})
+    _write_json(directory / "preprocessor_config.json", {"media_proc_cfg": _MEDIA_PROC_CFG})
+    write_tokenizer(directory, vocab_size=vocab_size)
+    return directory
+
+
+def _kimi_config(
+    text_config: dict[str, Any], *, vocab_size: int, tie: bool, dtype: str
+) -> dict[str, Any]:
+    """The outer config.json, as published: kimi_k2 is deepseek_v3 by another name."""
+    return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
         "dtype": dtype,
@@ -214,11 +227,6 @@ def make_kimi(
             "pos_emb_width": 4,
         },
     }
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "pad_token_id": 0})
-    _write_json(directory / "preprocessor_config.json", {"media_proc_cfg": _MEDIA_PROC_CFG})
-    write_tokenizer(directory, vocab_size=vocab_size)
-    return directory
 
 
 _MEDIA_PROC_CFG = {
