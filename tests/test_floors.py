@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.config_fields",
         "eagle3.config_text",
         "eagle3.summary",
+        "eagle3.chart",
     ),
     # 1, storage.
     ("eagle3.store", "eagle3.artifact", "eagle3.work", "eagle3.progress", "eagle3.lineage"),

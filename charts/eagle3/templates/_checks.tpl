@@ -1,0 +1,56 @@
+{{/* What the schema cannot say, each as a sentence: the value, what was wanted, what to do. */}}
+{{- define "eagle3.checks" -}}
+{{- $room := sub 39 (len (include "eagle3.runId" .)) -}}
+{{- if gt (len .Release.Name) (int $room) -}}
+{{- fail (printf "release name: wanted at most %d characters beside the run's id, found %q; give the release a shorter name." $room .Release.Name) -}}
+{{- end -}}
+{{- if and .Values.only (not .Values.run.id) -}}
+{{- fail "run.id: wanted one together with `only`, found none; plain manifests are named once, so give the run a name." -}}
+{{- end -}}
+{{- $stages := list -}}
+{{- range include "eagle3.stages" . | fromJsonArray -}}
+{{- $stages = append $stages .name -}}
+{{- end -}}
+{{- range .Values.only -}}
+{{- if not (has . $stages) -}}
+{{- fail (printf "only: wanted stages of this run, found %q; set config.%s.enabled to true, or leave it out." . .) -}}
+{{- end -}}
+{{- end -}}
+{{- include "eagle3.checkEnv" (dict "where" "env" "env" .Values.env) -}}
+{{- range $stage, $size := .Values.stages -}}
+{{- include "eagle3.checkEnv" (dict "where" (printf "stages.%s.env" $stage) "env" ($size.env | default dict)) -}}
+{{- $tensor := dig $stage "engine" "tensor_parallel_size" 1 $.Values.config | int -}}
+{{- if and (has $stage $stages) $size.gpus (gt $tensor (int $size.gpus)) -}}
+{{- fail (printf "config.%s.engine.tensor_parallel_size: wanted at most stages.%s.gpus, %d, found %d; raise the one or lower the other." $stage $stage (int $size.gpus) $tensor) -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.extraEnv -}}
+{{- include "eagle3.checkEnv" (dict "where" "extraEnv" "env" (dict .name (.value | default ""))) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes where, env. */}}
+{{- define "eagle3.checkEnv" -}}
+{{- range $name, $value := .env -}}
+{{- if has $name (list "EAGLE3_STORE" "NODE_NAME") -}}
+{{- fail (printf "%s.%s: wanted no variable that the chart sets itself, found %q; remove it, and set `store` instead." $.where $name $value) -}}
+{{- end -}}
+{{- if and $value (regexMatch "(SECRET|(^|_)(TOKEN|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$)" $name) (not (hasSuffix "_FILE" $name)) -}}
+{{- fail (printf "%s.%s: wanted no credential among the values, which anyone who reads the Job can read; put it into a Secret and name that in credentials.secretName." $.where $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* An id that was given stands for what it was first given with: its objects are immutable.
+     Takes root, data (of the ConfigMap that is about to be applied). */}}
+{{- define "eagle3.checkUnchanged" -}}
+{{- $name := include "eagle3.run" .root -}}
+{{- $standing := lookup "v1" "ConfigMap" .root.Release.Namespace $name -}}
+{{- if $standing -}}
+{{- range $key, $text := .data -}}
+{{- if ne (trim $text) (trim (index $standing.data $key | default "")) -}}
+{{- fail (printf "run.id: wanted the values that this run was started with, found others (%s of the ConfigMap %s differs); give the new run an id of its own, or delete what runs (kubectl delete job,configmap -l app.kubernetes.io/instance=%s,eagle3/run=%s) to go on from its store with these values." $key $name $.root.Release.Name (include "eagle3.runId" $.root)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

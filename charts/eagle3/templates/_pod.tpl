@@ -1,0 +1,139 @@
+{{/* What every pod of ours says of itself; Pod Security "restricted" asks for most of it.
+     Takes root, and account: stage or runner. */}}
+{{- define "eagle3.pod" -}}
+serviceAccountName: {{ .root.Release.Name }}-{{ .account }}
+automountServiceAccountToken: {{ eq .account "runner" }}
+enableServiceLinks: false
+restartPolicy: Never
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  # A claim of hundreds of gigabytes is not walked through at each start.
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* What every container says of itself. */}}
+{{- define "eagle3.container" -}}
+terminationMessagePolicy: FallbackToLogsOnError
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  runAsNonRoot: true
+  capabilities:
+    drop: [ALL]
+{{- end -}}
+
+{{/* The environment, the same in a stage and in its gate: one identity, or the gate proves nothing.
+     Everything that writes is sent to the volume /scratch. Takes root, env, digest. */}}
+{{- define "eagle3.env" -}}
+{{- $usual := dict
+  "HOME" "/scratch"
+  "USER" "eagle3"
+  "TMPDIR" "/scratch"
+  "XDG_CACHE_HOME" "/scratch/cache"
+  "HF_HOME" "/scratch/cache/huggingface"
+  "VLLM_CACHE_ROOT" "/scratch/cache/vllm"
+  "TORCHINDUCTOR_CACHE_DIR" "/scratch/cache/inductor"
+  "TRITON_CACHE_DIR" "/scratch/cache/triton"
+  "NUMBA_CACHE_DIR" "/scratch/cache/numba"
+  "MPLCONFIGDIR" "/scratch/cache/matplotlib"
+  "PYTHONDONTWRITEBYTECODE" "1" -}}
+{{- $env := mergeOverwrite $usual .root.Values.env (.env | default dict) -}}
+{{- if .digest -}}
+{{- $_ := set $env "EAGLE3_IMAGE_DIGEST" .digest -}}
+{{- end -}}
+- name: EAGLE3_STORE
+  value: {{ include "eagle3.store" .root | quote }}
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+{{- range $name, $value := $env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- with .root.Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Credentials of the object store: by reference only. */}}
+{{- define "eagle3.envFrom" -}}
+{{- with .Values.credentials.secretName }}
+envFrom:
+  - secretRef:
+      name: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Volumes, and below them the mounts. Takes root, scratch, shm, weights. */}}
+{{- define "eagle3.volumes" -}}
+- name: run
+  configMap:
+    name: {{ include "eagle3.run" .root }}
+- name: scratch
+  emptyDir:
+    sizeLimit: {{ .scratch }}
+{{- with .shm }}
+- name: dshm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ . }}
+{{- end }}
+{{- if .weights }}
+- name: weights
+  persistentVolumeClaim:
+    claimName: {{ .root.Values.weights.claim }}
+{{- end }}
+{{- with .root.Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "eagle3.volumeMounts" -}}
+- name: run
+  mountPath: /etc/eagle3
+  readOnly: true
+- name: scratch
+  mountPath: /scratch
+{{- if .shm }}
+- name: dshm
+  mountPath: /dev/shm
+{{- end }}
+{{- if .weights }}
+- name: weights
+  mountPath: {{ .root.Values.weights.mountPath }}
+  readOnly: true
+{{- end }}
+{{- with .root.Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The memory limit: pages of /dev/shm are charged to whoever wrote them, so they are added.
+     Takes memory, shm. */}}
+{{- define "eagle3.memory" -}}
+{{- if .shm -}}
+{{- printf "%dMi" (add (include "eagle3.mebibytes" .memory) (include "eagle3.mebibytes" .shm)) -}}
+{{- else -}}
+{{- .memory -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "eagle3.mebibytes" -}}
+{{- if hasSuffix "Gi" . -}}
+{{- mul 1024 (trimSuffix "Gi" . | int) -}}
+{{- else -}}
+{{- trimSuffix "Mi" . | int -}}
+{{- end -}}
+{{- end -}}
