@@ -11,6 +11,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 
 import msgspec
@@ -48,6 +50,35 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds_left: float | None
     host: str
     updated_at: float
+
+
+def read_progress(store: Store, stage: str) -> list[ProgressRecord]:
+    """What the processes of a stage reported last, by index; a damaged report is passed over."""
+    found: list[ProgressRecord] = []
+    for info in store.list("progress"):
+        if info.path.startswith(f"progress/{stage}-"):
+            with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
+                record = msgspec.json.decode(store.read_bytes(info.path), type=ProgressRecord)
+                found.append(record)
+    return sorted(found, key=lambda record: record.index)
+
+
+def in_words(records: Sequence[ProgressRecord]) -> str:
+    """The reports of a stage's processes as one line, or an empty text where there are none.
+
+    Each of several workers counts what the others have finished too, so that the furthest one
+    tells how far the stage is, while their rates add up.
+    """
+    if not records:
+        return ""
+    furthest = max(records, key=lambda record: record.updated_at)
+    share = furthest.done / furthest.all if furthest.all else 1.0
+    rate = sum(record.rate for record in records if record.step == furthest.step)
+    text = f"{furthest.step} {furthest.done} of {furthest.all} {furthest.unit} ({share:.0%})"
+    if rate and furthest.done < furthest.all:
+        left = timedelta(seconds=round((furthest.all - furthest.done) / rate))
+        text += f", {rate:.1f} {furthest.unit}/s, {left} left"
+    return text
 
 
 class Progress:

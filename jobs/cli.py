@@ -1,4 +1,4 @@
-"""`eagle3`: a whole run on this machine, one stage of it, its gate, its configuration."""
+"""`eagle3`: a run on this machine or in a cluster, one stage of it, its gate, its configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 from typer.exceptions import TyperException
 
 from eagle3 import __version__
+from eagle3.cluster import Cluster, open_cluster
 from eagle3.config import RunConfig, load_config
 from eagle3.config_text import render, template
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.stages import STAGE_NAMES, stage_named
 from jobs import gate as gates
+from jobs import operate
+from jobs.installed import InstalledRun, read_cluster
 from jobs.local import chosen_stages, run_stages
-from jobs.process import load_run
+from jobs.process import guarded, load_run
+from jobs.runner import order
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="the run's YAML file")]
 MaybeConfigFile = Annotated[Path | None, typer.Option("--config", help="the run's YAML file")]
@@ -37,6 +42,13 @@ Data = Annotated[
 FirstStage = Annotated[
     str | None, typer.Option("--from", metavar="STAGE", help=", ".join(STAGE_NAMES))
 ]
+_RUN_HELP = "the run's name, as `kubectl get configmaps -l app.kubernetes.io/name=eagle3` shows it"
+RunName = Annotated[str, typer.Argument(help=_RUN_HELP)]
+RunOption = Annotated[str, typer.Option("--run", help=_RUN_HELP)]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="by default the kubeconfig's")
+]
+Context = Annotated[str | None, typer.Option("--context", help="of the kubeconfig")]
 LastStage = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="as --from")]
 
 
@@ -88,6 +100,52 @@ def gate(
     return gates.main([*argv, "--store", store] if store else argv)
 
 
+def status(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
+    """Show how a run in a cluster stands, stage by stage, and what is in its way."""
+    cluster, found = _in_cluster(run, namespace, context)
+    operate.show(found, operate.status(found, cluster), Console())
+    return 0
+
+
+def submit(
+    run: RunName,
+    namespace: Namespace = None,
+    context: Context = None,
+    poll_seconds: Annotated[float, typer.Option(min=0.1, help="between two looks")] = 10.0,
+) -> int:
+    """Order a run's stages from here, as the runner does in the cluster."""
+    cluster, found = _in_cluster(run, namespace, context)
+    return guarded("submit", lambda: order(found, cluster, _tell, poll_seconds))
+
+
+def scale(
+    stage: Annotated[str, typer.Argument(help="regenerate or extract")],
+    run: RunOption,
+    workers: Annotated[int, typer.Option(min=1, max=1000, help="pods that share its work")],
+    namespace: Namespace = None,
+    context: Context = None,
+) -> int:
+    """Give a stage that is running more workers, or fewer."""
+    _refuse_no_stage("stage", stage)
+    cluster, found = _in_cluster(run, namespace, context)
+    _tell(operate.scale(found, cluster, stage, workers))
+    return 0
+
+
+def retry(
+    stage: Annotated[str, typer.Argument(help="the stage that failed")],
+    run: RunOption,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> int:
+    """Let a stage that failed be tried again, and start the runner again if it has ended."""
+    _refuse_no_stage("stage", stage)
+    cluster, found = _in_cluster(run, namespace, context)
+    _tell(operate.retry(found, cluster, stage))
+    _tell(operate.restart_runner(found, cluster))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. What a person got wrong becomes one sentence."""
     given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -118,6 +176,8 @@ def _application() -> typer.Typer:
         application.command(name, help=f"Run the stage {name}.")(_one_stage(name))
     application.command()(gate)
     application.command()(config)
+    for command in (status, submit, scale, retry):
+        application.command(rich_help_panel="In a cluster")(command)
     return application
 
 
@@ -157,6 +217,13 @@ def _overridden(config: RunConfig, verifier: str | None, data: list[str] | None)
         rows = msgspec.structs.replace(config.prepare, data=tuple(data))
         config = msgspec.structs.replace(config, prepare=rows)
     return config
+
+
+def _in_cluster(
+    run: str, namespace: str | None, context: str | None
+) -> tuple[Cluster, InstalledRun]:
+    cluster = open_cluster(namespace, context)
+    return cluster, read_cluster(cluster, run)
 
 
 def _store_url(config: Path, store: str | None) -> str:

@@ -159,6 +159,11 @@ class StageRun:
 Story = Callable[[StageRun], str]
 
 
+def stop_requested(wait_seconds: float = 0.0) -> bool:
+    """Whether SIGTERM has come, or comes while we wait."""
+    return _stop.wait(wait_seconds)
+
+
 def versions() -> dict[str, str]:
     """Versions of what produced an artefact; git commit and image digest where they are given."""
     found = {"eagle3": __version__}

@@ -1,0 +1,213 @@
+"""The runner: makes each stage's Job when what the stage reads is committed, and ends with the run.
+
+It keeps nothing of its own. What it does next follows from the manifests in the store, from two
+small records there, and from the Jobs' state (`eagle3.ordering`), so that it may be killed at any
+point and started again. It deletes nothing and makes nothing twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eagle3 import artifact as artifacts
+from eagle3.cluster import Cluster, Object, open_cluster
+from eagle3.diagnosis import diagnose, job_state
+from eagle3.errors import (
+    DataInvalid,
+    Eagle3Error,
+    ServiceUnavailable,
+    Stopped,
+    TemporaryFailure,
+    UpstreamMissing,
+)
+from eagle3.ordering import Act, JobRecord, JobRecords, JobState, decide
+from eagle3.progress import in_words, read_progress
+from eagle3.stages import Stage
+from jobs.installed import InstalledRun, read_files
+from jobs.local import write_summary
+from jobs.process import gate_inputs, guarded, stop_requested
+
+POLL_SECONDS = 10.0
+
+
+class Runner:
+    """Orders the stages of one run on one cluster.
+
+    Args:
+        tell: is given a line whenever something changed.
+    """
+
+    def __init__(self, run: InstalledRun, cluster: Cluster, tell: Callable[[str], None]) -> None:
+        self._run, self._cluster, self._tell = run, cluster, tell
+        # Manifests never change: what was seen committed stays so.
+        self._committed: set[str] = set()
+        self._owner: Object | None = None
+        self.failure: Eagle3Error | None = None
+
+    def adopt(self) -> None:
+        """Make the release's ConfigMap the owner of the run's own and of the runner's Job.
+
+        Both outlive an upgrade; when the release is uninstalled they go with their owner. Where
+        there is no release, as for a run that was applied by hand, nothing is owned.
+        """
+        found = self._cluster.config_map(self._run.release)
+        if found is None:
+            return
+        self._owner = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "name": self._run.release,
+            "uid": found["metadata"]["uid"],
+        }
+        owned = {"metadata": {"ownerReferences": [self._owner]}}
+        self._cluster.patch_config_map(self._run.name, owned)
+        if self._cluster.job(f"{self._run.name}-runner"):
+            self._cluster.patch_job(f"{self._run.name}-runner", owned)
+
+    def step(self) -> bool:
+        """Look at every stage once, do what there is to do, and return whether all is committed.
+
+        A stage that failed is in `failure` afterwards. Raises UpstreamMissing where nothing can
+        go on, and what a gate finds wrong.
+        """
+        held_up: list[UpstreamMissing] = []
+        going = False
+        for stage in self._run.stages:
+            if stage.name not in self._committed:
+                try:
+                    going |= self._step(stage)
+                except UpstreamMissing as error:
+                    held_up.append(error)
+        done = len(self._committed) == len(self._run.stages)
+        if not (done or going or self.failure):
+            raise held_up[0]
+        return done
+
+    def _step(self, stage: Stage) -> bool:
+        """One stage; whether a Job of it is at work. Raises UpstreamMissing while it is held up."""
+        records, name = JobRecords(self._run.store, stage), self._run.job_name(stage.name)
+        job = self._cluster.job(name)
+        # Asked after the Job: one that has ended without a manifest will never have one.
+        committed = all(artifacts.find(self._run.store.child(kind)) for kind in stage.writes)
+        made = records.made() is not None
+        match decide(committed=committed, made=made, job=job_state(job)):
+            case Act.NOTHING:
+                self._note_committed(stage, job)
+                return False
+            case Act.MISS:
+                self.failure = records.vanished()
+                return False
+            case Act.MAKE:
+                gate_inputs(self._run.config, self._run.store, stage)
+                records.intend(JobRecord(job=name, namespace=self._cluster.namespace))
+                job = self._make(stage)
+        assert job is not None, "made, or seen"
+        if not made:
+            uid = str(job["metadata"]["uid"])
+            records.note(JobRecord(job=name, namespace=self._cluster.namespace, uid=uid))
+        return self._look_at(stage, job)
+
+    def _make(self, stage: Stage) -> Object:
+        body = copy.deepcopy(self._run.bodies[stage.name])
+        if self._owner is not None:
+            body["metadata"]["ownerReferences"] = [self._owner]
+        job = self._cluster.create_job(body)
+        self._cluster.tell(job, "StageBegun", f"what {stage.name} reads is committed")
+        self._tell(f"{stage.name}: job {job['metadata']['name']} made")
+        return job
+
+    def _look_at(self, stage: Stage, job: Object) -> bool:
+        """Tell how a Job is going, and return whether it is; else `failure` says why not."""
+        state, name = job_state(job), str(job["metadata"]["name"])
+        if state is JobState.ACTIVE:
+            self._show_progress(stage, job)
+            return True
+        if state is JobState.COMPLETE:
+            self.failure = DataInvalid(
+                f"{stage.name}: job {name}",
+                wanted="a committed artefact when it ends",
+                found="none, though its pods ended with 0",
+                remedy=f"see its log, then `eagle3 retry {stage.name}`",
+            )
+        else:
+            found = diagnose(job, self._cluster.pods(name))
+            self.failure = found.as_error(f"{stage.name}: job {name}")
+        self._cluster.tell(job, "StageFailed", str(self.failure), warning=True)
+        self._cluster.annotate(job, {"progress": f"failed: {self.failure}"[:500]})
+        return False
+
+    def _show_progress(self, stage: Stage, job: Object) -> None:
+        found = diagnose(job, self._cluster.pods(job["metadata"]["name"]), self._cluster.warnings())
+        words = found.sentence or in_words(read_progress(self._run.store, stage.name))
+        text = f"{found.state}: {words}" if words else found.state
+        before = job["metadata"].get("annotations", {}).get("eagle3/progress")
+        if text != before:
+            self._cluster.annotate(job, {"progress": text[:500]})
+            self._tell(f"{stage.name}: {text}")
+
+    def _note_committed(self, stage: Stage, job: Object | None) -> None:
+        self._committed.add(stage.name)
+        manifest = artifacts.find(self._run.store.child(stage.writes[-1]))
+        digest = manifest.digest[:12] if manifest else ""
+        self._tell(f"{stage.name}: committed as {digest}")
+        if job is not None:
+            self._cluster.annotate(job, {"progress": f"committed as {digest}"})
+            self._cluster.tell(job, "StageCommitted", f"{stage.name} is committed as {digest}")
+
+
+def order(
+    run: InstalledRun, cluster: Cluster, tell: Callable[[str], None], poll_seconds: float
+) -> None:
+    """Go on until the run is committed; then write its summary.
+
+    An API server or a store that does not answer is asked again, without end and without any
+    conclusion. Raises the error of a stage that failed, and Stopped after SIGTERM.
+    """
+    runner = Runner(run, cluster, tell)
+    adopted = done = False
+    away = ""
+    while not done:
+        try:
+            if not adopted:
+                runner.adopt()
+                adopted = True
+            done = runner.step()
+            away = ""
+        except (ServiceUnavailable, TemporaryFailure) as error:
+            if str(error) != away:
+                tell(f"runner: {error}")
+            away = str(error)
+        if runner.failure:
+            raise runner.failure
+        if not done and stop_requested(poll_seconds):
+            raise Stopped("runner", remedy="start it again; it goes on from what is in the store")
+    if run.stages[-1].name == "evaluate":
+        tell(write_summary(run.store, {}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the runner and return its exit code: 0, or that of the stage that failed."""
+    return guarded("runner", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m jobs.runner")
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--jobs", type=Path, required=True, help="the Jobs that the chart rendered")
+    parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
+    parser.add_argument("--check", action="store_true", help="only see that the store can be used")
+    found = parser.parse_args(argv)
+    run = read_files(found.config, found.jobs)
+    if found.check:
+        run.store.probe()
+        print(f"runner: {run.store.url} can be read and written", flush=True)
+        return
+    order(run, open_cluster(), lambda line: print(line, flush=True), found.poll_seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
