@@ -5,13 +5,15 @@ that the chart, the run's configuration and the table of stages cannot drift apa
 camel case, as Helm's are. Whatever a person may leave out without a default has no value at all,
 since Helm takes a null for "delete this key".
 
-    python -m eagle3.chart charts/eagle3
+`make manifests` writes them, and the plain manifests of k8s/ with them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
+import subprocess
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,10 +21,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from eagle3.config import Natural, RunConfig
-from eagle3.stages import STAGES
+from eagle3.stages import STAGE_NAMES, STAGES
 
 RUN_ID_LENGTH = 20
 """Longest `run.id`: a Job's name, a pod's index and its suffix still fit a host name."""
+
+PLAIN_RUN = "first"
+"""The run that the plain manifests name."""
+
+PLAIN = {
+    "k8s/base": "values-small-gpu.yaml",
+    "k8s/overlays/cpu": "values-cpu.yaml",
+    "k8s/overlays/kimi": "values-kimi-k2.5-8xblackwell.yaml",
+}
+"""Folder of plain manifests -> the profile that it is rendered from."""
 
 _SECONDS = msgspec.Meta(ge=1, description="seconds")
 Seconds = Annotated[int, _SECONDS]
@@ -264,7 +276,7 @@ def stage_facts() -> list[dict[str, Any]]:
     ]
 
 
-def write(chart: Path) -> None:
+def write_generated(chart: Path) -> None:
     """Write both generated files of the chart."""
     for path, content in {
         chart / "values.schema.json": values_schema(),
@@ -273,5 +285,44 @@ def write(chart: Path) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def plain_manifests(helm: str, chart: Path, profile: str) -> dict[str, str]:
+    """File name -> manifests of a profile, for kubectl: what all stages share, then each stage.
+
+    Raises CalledProcessError where Helm refuses.
+    """
+    only = ",".join(STAGE_NAMES)
+    command = [helm, "template", "eagle3", str(chart), "--values", str(chart / profile)]
+    command += ["--set", f"run.id={PLAIN_RUN},only={{{only}}}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    files: dict[str, list[str]] = {}
+    for document in re.split(r"^---\n", done.stdout, flags=re.MULTILINE):
+        body = re.sub(r"^# Source: .*\n", "", document).strip()
+        if body:
+            # The first label of that name is the object's own.
+            stage = re.search(r"^    eagle3/stage: (\w+)$", body, flags=re.MULTILINE)
+            assert stage, "every object of the plain manifests says which stage it belongs to"
+            files.setdefault(plain_file(stage[1]), []).append(body)
+    return {name: "---\n" + "\n---\n".join(files[name]) + "\n" for name in sorted(files)}
+
+
+def plain_file(stage: str) -> str:
+    """The file of a stage, or of what all share: they sort in the order of the run."""
+    number = 0 if stage == "shared" else 10 * (STAGE_NAMES.index(stage) + 1)
+    return f"{number:02}-{stage}.yaml"
+
+
+def main() -> None:
+    """Write everything that is generated; k8s/ only where `--helm` names a Helm."""
+    parser = argparse.ArgumentParser(prog="python -m eagle3.chart", description=__doc__)
+    parser.add_argument("--helm", help="path of a Helm, to render k8s/ with")
+    found = parser.parse_args()
+    root = Path(__file__).resolve().parents[1]
+    chart = root / "charts" / "eagle3"
+    write_generated(chart)
+    for folder, profile in PLAIN.items() if found.helm else ():
+        for name, text in plain_manifests(found.helm, chart, profile).items():
+            (root / folder / name).write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main()

@@ -49,7 +49,7 @@
 {{- if $standing -}}
 {{- range $key, $text := .data -}}
 {{- if ne (trim $text) (trim (index $standing.data $key | default "")) -}}
-{{- fail (printf "run.id: wanted the values that this run was started with, found others (%s of the ConfigMap %s differs); give the new run an id of its own, or delete what runs (kubectl delete job,configmap -l app.kubernetes.io/instance=%s,eagle3/run=%s) to go on from its store with these values." $key $name $.root.Release.Name (include "eagle3.runId" $.root)) -}}
+{{- fail (printf "run.id: wanted the values that this run was started with, found others (%s of the ConfigMap %s differs); give the new run an id of its own, or see docs/cluster.md on going on with other values." $key $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -25,18 +25,18 @@ spec:
   # Each pod walks all units of work and does those that nobody has finished: one that lives is
   # enough, and their number may change.
   completionMode: Indexed
-  completions: {{ $size.workers }}
-  parallelism: {{ $size.workers }}
-  backoffLimitPerIndex: {{ $size.backoffLimit }}
-  maxFailedIndexes: {{ $size.workers }}
+  completions: {{ $size.workers | int64 }}
+  parallelism: {{ $size.workers | int64 }}
+  backoffLimitPerIndex: {{ $size.backoffLimit | int64 }}
+  maxFailedIndexes: {{ $size.workers | int64 }}
   {{- else }}
-  backoffLimit: {{ $size.backoffLimit }}
+  backoffLimit: {{ $size.backoffLimit | int64 }}
   {{- end }}
   # A pod that still saves its work is not doubled.
   podReplacementPolicy: Failed
-  activeDeadlineSeconds: {{ $size.deadlineSeconds }}
+  activeDeadlineSeconds: {{ $size.deadlineSeconds | int64 }}
   {{- if hasKey $values "ttlSeconds" }}
-  ttlSecondsAfterFinished: {{ $values.ttlSeconds }}
+  ttlSecondsAfterFinished: {{ $values.ttlSeconds | int64 }}
   {{- end }}
   podFailurePolicy:
     rules:
@@ -68,7 +68,7 @@ spec:
         {{- include "eagle3.jobLabels" $names | nindent 8 }}
     spec:
       {{- include "eagle3.pod" (dict "root" $root "account" "stage") | nindent 6 }}
-      terminationGracePeriodSeconds: {{ $size.graceSeconds }}
+      terminationGracePeriodSeconds: {{ $size.graceSeconds | int64 }}
       {{- $selector := dict }}
       {{- if and $size.gpus $values.gpu.product }}
       {{- $_ := set $selector $values.gpu.productLabel $values.gpu.product }}
@@ -128,14 +128,14 @@ spec:
               memory: {{ include "eagle3.memory" $size }}
               ephemeral-storage: {{ $size.scratch }}
               {{- if $size.gpus }}
-              {{ $values.gpu.resource }}: {{ $size.gpus | quote }}
+              {{ $values.gpu.resource }}: {{ $size.gpus | int64 | quote }}
               {{- end }}
             # No limit on processor time: an engine that is throttled misses its own deadlines.
             limits:
               memory: {{ include "eagle3.memory" $size }}
               ephemeral-storage: {{ $size.scratch }}
               {{- if $size.gpus }}
-              {{ $values.gpu.resource }}: {{ $size.gpus | quote }}
+              {{ $values.gpu.resource }}: {{ $size.gpus | int64 | quote }}
               {{- end }}
           volumeMounts:
             {{- include "eagle3.volumeMounts" $volumes | nindent 12 }}
