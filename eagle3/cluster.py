@@ -58,7 +58,7 @@ class Cluster:
 
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self.namespace = namespace
-        self._api = api
+        self.api = api
 
     def job(self, name: str) -> Object | None:
         """A Job, or None where there is none of that name."""
@@ -83,8 +83,8 @@ class Cluster:
     def create_job(self, body: Object) -> Object:
         """Create a Job and return it; where one of that name stands already, that one.
 
-        Raises ConfigError where the API server finds a field wrong or unknown, and
-        EnvironmentMisconfigured where the namespace is not there.
+        Raises ConfigError where the API server finds a field wrong or unknown, or
+        the namespace is not there.
         """
         name = body["metadata"]["name"]
         try:
@@ -92,7 +92,7 @@ class Cluster:
         except FileExistsError:
             standing = self.job(name)
         except FileNotFoundError as error:
-            raise EnvironmentMisconfigured(
+            raise ConfigError(
                 "namespace",
                 wanted="one that is there",
                 found=self.namespace,
@@ -213,7 +213,7 @@ class Cluster:
         Raises FileNotFoundError for a 404 and FileExistsError for a 409.
         """
         where = _told(path)
-        request = self._api.param_serialize(
+        request = self.api.param_serialize(
             method,
             path.format(namespace=self.namespace),
             query_params=list(query),
@@ -222,7 +222,7 @@ class Cluster:
             auth_settings=["BearerToken"],
         )
         try:
-            response = self._api.call_api(*request, _request_timeout=_TIMEOUT)
+            response = self.api.call_api(*request, _request_timeout=_TIMEOUT)
             data = response.read()
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as error:
             raise _no_answer(where, error) from error
