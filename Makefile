@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lint unit lock bench-extract clean
+.PHONY: help setup demo test check lint unit lock bench-extract manifests clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ lock: setup ## compile requirements.txt from pyproject.toml
 
 bench-extract: setup ## extraction against plain prefill, into runs/bench/extract.json
 	@$(PYTHON) -m tests.bench.extract
+
+manifests: setup ## write the chart's schema and k8s/ anew
+	@$(PYTHON) -m eagle3.chart --helm "$${HELM:-$$($(PYTHON) -m tests.helm)}"
 
 clean: ## remove runs and caches, never the shared environment
 	@rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

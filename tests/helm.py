@@ -146,3 +146,7 @@ def client(of: str, program: str) -> str:
             except NotBuilt as error:
                 pytest.skip(f"Helm and kubectl are not here: {error}")
     return str(Path(clients.folder) / program)
+
+
+if __name__ == "__main__":
+    print(client("clients", "helm"))

@@ -16,6 +16,9 @@
 {{- fail (printf "only: wanted stages of this run, found %q; set config.%s.enabled to true, or leave it out." . .) -}}
 {{- end -}}
 {{- end -}}
+{{- if regexMatch "://[^/@\"]+:[^/@\"]+@" (toJson .Values.config) -}}
+{{- fail "config: wanted URLs without a user and a password, found one that has both; put them into a Secret and name that in credentials.secretName." -}}
+{{- end -}}
 {{- include "eagle3.checkEnv" (dict "where" "env" "env" .Values.env) -}}
 {{- range $stage, $size := .Values.stages -}}
 {{- include "eagle3.checkEnv" (dict "where" (printf "stages.%s.env" $stage) "env" ($size.env | default dict)) -}}
