@@ -16,8 +16,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 START_SECONDS = 60.0
@@ -48,22 +49,28 @@ class S3Server:
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """Start a server that keeps its data in `folder`, wait until it answers, stop it by pid."""
-    folder.mkdir(parents=True, exist_ok=True)
-    key, secret = secrets.token_hex(10), secrets.token_hex(20)
-    identities = folder / "identities.json"
-    identities.write_text(json.dumps({"identities": [_identity(key, secret)]}))
     for _ in range(3):
-        ports = _free_ports(8)
-        server = S3Server(endpoint=f"http://127.0.0.1:{ports[6]}", key=key, secret=secret)
+        server, command = new_server(folder, "127.0.0.1")
         with (folder / "weed.log").open("ab") as log:
-            process = subprocess.Popen(_command(folder, identities, ports), stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            if _answers(server, process):
+            if answers(server, partial(_runs, process)):
                 yield server
                 return
         finally:
             _stop(process)
     raise RuntimeError(f"the S3 server did not start; its log is {folder / 'weed.log'}")
+
+
+def new_server(folder: Path, address: str) -> tuple[S3Server, list[str]]:
+    """A server of its own identity on free ports of an address, and the command that runs it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key, secret = secrets.token_hex(10), secrets.token_hex(20)
+    identities = folder / "identities.json"
+    identities.write_text(json.dumps({"identities": [_identity(key, secret)]}))
+    ports = _free_ports(address, 8)
+    server = S3Server(endpoint=f"http://{address}:{ports[6]}", key=key, secret=secret)
+    return server, _command(folder, identities, address, ports)
 
 
 def _identity(key: str, secret: str) -> dict[str, object]:
@@ -74,7 +81,7 @@ def _identity(key: str, secret: str) -> dict[str, object]:
     }
 
 
-def _command(folder: Path, identities: Path, ports: list[int]) -> list[str]:
+def _command(folder: Path, identities: Path, address: str, ports: list[int]) -> list[str]:
     data = folder / "data"
     data.mkdir(exist_ok=True)
     return [
@@ -83,8 +90,8 @@ def _command(folder: Path, identities: Path, ports: list[int]) -> list[str]:
         "-logtostderr",
         "server",
         f"-dir={data}",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
+        f"-ip={address}",
+        f"-ip.bind={address}",
         "-master.telemetry=false",
         "-master.volumeSizeLimitMB=1024",
         "-volume.max=0",
@@ -107,19 +114,19 @@ def _command(folder: Path, identities: Path, ports: list[int]) -> list[str]:
     ]
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(address: str, count: int) -> list[int]:
     """Ports that nobody listens on; all are held until the last is found."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            one.bind((address, 0))
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def _answers(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
+def answers(server: S3Server, runs: Callable[[], bool]) -> bool:
     """Wait until the bucket can be made, which needs every part of the server to be up."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and runs():
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             urllib.request.urlopen(f"{server.endpoint}/healthz", timeout=2).close()
             _make_bucket(server)
@@ -136,6 +143,10 @@ def _make_bucket(server: S3Server) -> None:
         check=True,
         timeout=60,
     )
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

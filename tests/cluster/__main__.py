@@ -1,0 +1,69 @@
+"""`python -m tests.cluster build | up | down`: the cluster by hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.cluster import binaries, figures, machine, testbed
+from tests.cluster.places import cache, logs
+
+
+def build() -> None:
+    """Build what is absent; where this machine cannot, say why, which the tests say again."""
+    if reason := machine.foundation():
+        print(f"testbed: no cluster here, and its tests are skipped: {reason}.")
+        return
+    absent = binaries.absent()
+    if not absent:
+        return
+    names = ", ".join(programs.name for programs in absent)
+    print(
+        f"testbed: building {names} into {cache()} (about 12 minutes on two cores and 8 GB the"
+        " first time, with Go's own caches)",
+        flush=True,
+    )
+    start = time.monotonic()
+    try:
+        with testbed.lock():
+            for programs in binaries.absent():
+                programs.build()
+    except (binaries.NotBuilt, OSError) as error:
+        print(f"testbed: no cluster here, and its tests are skipped: {error}.")
+        return
+    figures.record(cluster_build_seconds=round(time.monotonic() - start, 1))
+
+
+def up() -> None:
+    """Start a cluster, or find the one that runs."""
+    cluster, new = testbed.up()
+    print(f"testbed: {'up' if new else 'up already'}; logs in {logs()}")
+    print(f"export KUBECONFIG={cluster.kubeconfig}")
+    for program in ("kubectl", "helm"):
+        print(f"alias {program}={binaries.program(program)}")
+    if cluster.s3:
+        for name, value in cluster.s3.environment.items():
+            print(f"export {name}={value}")
+
+
+def down() -> None:
+    """Take the cluster down."""
+    print("testbed: down" if testbed.down() else "testbed: there was no cluster")
+
+
+def main() -> int:
+    """Run one command; the exit code."""
+    commands = {"build": build, "up": up, "down": down}
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
+    parser.add_argument("command", choices=commands)
+    try:
+        commands[parser.parse_args().command]()
+    except testbed.Unavailable as error:
+        print(f"testbed: {error}", file=sys.stderr)
+        return 78
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

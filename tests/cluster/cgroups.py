@@ -1,0 +1,70 @@
+"""A folder for each node in every controller (cgroup version 1).
+
+Each kubelet has a root of its own, for it ends every pod below its root that it does not know.
+Controllers and settings already in use are not touched: folders are added, and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+REMOVE_SECONDS = 5.0
+
+
+def name(node: str) -> str:
+    """The folder of a node, below every controller."""
+    return f"e3-{node}"
+
+
+def controllers() -> list[Path]:
+    """Where the controllers of version 1 are mounted; empty on a machine without them."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] == "cgroup":
+            found.append(Path(before.split()[4]))
+    return found
+
+
+def make(node: str) -> None:
+    """Make the node's folders; its processors are those that this process may use."""
+    for controller in controllers():
+        folder = controller / name(node)
+        folder.mkdir(exist_ok=True)
+        if (folder / "cpuset.cpus").exists():
+            cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+            (folder / "cpuset.cpus").write_text(cores)
+            (folder / "cpuset.mems").write_text((controller / "cpuset.mems").read_text())
+
+
+def members(node: str) -> set[int]:
+    """The processes of the node's pods."""
+    found = set()
+    for folder in _folders(node):
+        with contextlib.suppress(FileNotFoundError):
+            found |= {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
+    return found
+
+
+def remove(node: str) -> None:
+    """Remove the node's folders, the deepest first; a process takes a moment to leave its own."""
+    deadline = time.monotonic() + REMOVE_SECONDS
+    while left := _folders(node):
+        for folder in left:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if time.monotonic() > deadline:
+            raise OSError(f"these cgroups cannot be removed: {', '.join(map(str, left))}")
+        if _folders(node):
+            time.sleep(0.1)
+
+
+def _folders(node: str) -> list[Path]:
+    return [
+        Path(path)
+        for controller in controllers()
+        for path, _, _ in os.walk(controller / name(node), topdown=False)
+    ]

@@ -1,0 +1,43 @@
+"""The cluster that tests share, and a namespace for each that asks."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.cluster import Cluster, Namespace
+from tests.cluster.testbed import Unavailable, running_cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A running cluster; that of KUBECONFIG, where it is given."""
+    try:
+        context = running_cluster()
+        running = context.__enter__()
+    except Unavailable as reason:
+        pytest.skip(f"{reason}.")
+    yield running
+    context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def our_cluster(cluster: Cluster) -> Cluster:
+    """A cluster whose nodes a test may operate on: images, cables, the S3 server."""
+    if not cluster.ours:
+        pytest.skip("KUBECONFIG names a cluster that is not ours to operate on.")
+    return cluster
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[Namespace]:
+    """A namespace that admits only pods of the standard `restricted`; deleted afterwards."""
+    name = f"eagle3-{secrets.token_hex(4)}"
+    enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
+    metadata = {"name": name, "labels": enforced}
+    mine = Namespace(cluster=cluster, name=name)
+    mine.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    yield mine
+    cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -1,0 +1,3 @@
+module eagle3.testbed/images
+
+go 1.26.0

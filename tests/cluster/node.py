@@ -1,0 +1,135 @@
+"""A node: containerd, the kubelet and the proxy, in a network namespace that is its whole host."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from string import Template
+
+from tests.cluster import cgroups, network, waiting
+from tests.cluster.binaries import program
+from tests.cluster.identities import Identities
+from tests.cluster.places import TEMPLATES, cache
+from tests.cluster.processes import Processes
+
+PAUSE = "localhost/pause:1"
+PLUGINS = "/usr/lib/cni"
+START_SECONDS = 60.0
+IMPORT_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node by its name and number; its life is in `folder`, its images stay in the cache."""
+
+    name: str
+    number: int
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        """The node's own address."""
+        return network.address(self.number)
+
+    @property
+    def socket(self) -> Path:
+        """Where its containerd listens."""
+        return self.folder / "containerd.sock"
+
+    def start_containers(self, processes: Processes) -> None:
+        """Start containerd."""
+        for folder in ("cni", "kubelet", "pod-logs"):
+            (self.folder / folder).mkdir(parents=True)
+        cgroups.make(self.name)
+        root = cache() / "nodes" / self.name
+        root.mkdir(parents=True, exist_ok=True)
+        self._write(
+            "containerd.toml",
+            root=root,
+            state=self.folder / "containerd",
+            socket=self.socket,
+            pause=PAUSE,
+            plugins=PLUGINS,
+            cni=self.folder / "cni",
+        )
+        self._write(
+            "cni/pods.conflist", leases=self.folder / "leases", pods=network.pods(self.number)
+        )
+        command = ["/usr/bin/containerd", f"--config={self.folder / 'containerd.toml'}"]
+        self._start(processes, "containerd", command)
+
+    def wait_for_containers(self) -> None:
+        """Wait until containerd answers, and remove what a cluster that died left in it."""
+        waiting.until(self._answers, f"containerd of {self.name} answers", seconds=START_SECONDS)
+        self.remove_containers()
+
+    def start_pods(self, processes: Processes, identities: Identities) -> None:
+        """Start the kubelet and the proxy, which need the API server."""
+        kubelet = identities.kubeconfig(f"system:node:{self.name}")
+        self._write(
+            "kubelet.yaml",
+            address=self.address,
+            socket=self.socket,
+            pod_logs=self.folder / "pod-logs",
+            cgroup=cgroups.name(self.name),
+            dns=identities.address,
+        )
+        proxy = identities.kubeconfig("system:kube-proxy")
+        self._write("kube-proxy.yaml", node=self.name, pods=network.PODS, kubeconfig=proxy)
+        command = [
+            program("kubelet"),
+            f"--config={self.folder / 'kubelet.yaml'}",
+            f"--kubeconfig={kubelet}",
+            f"--root-dir={self.folder / 'kubelet'}",
+            f"--hostname-override={self.name}",
+            f"--node-ip={self.address}",
+        ]
+        self._start(processes, "kubelet", command)
+        command = [program("kube-proxy"), f"--config={self.folder / 'kube-proxy.yaml'}"]
+        self._start(processes, "kube-proxy", command)
+
+    def remove_containers(self) -> None:
+        """End and remove every container; images stay."""
+        if tasks := self.ctr("tasks", "list", "--quiet").split():
+            self.ctr("tasks", "delete", "--force", *tasks)
+        if containers := self.ctr("containers", "list", "--quiet").split():
+            self.ctr("containers", "delete", *containers)
+
+    def import_image(self, archive: Path, name: str) -> None:
+        """Put an OCI archive into containerd under a name, unless it has it already."""
+        held = [line.split() for line in self.ctr("images", "list").splitlines()]
+        if not any(line[0] == name and line[2] == _index_digest(archive) for line in held):
+            self.ctr("images", "import", "--index-name", name, str(archive))
+
+    def ctr(self, *arguments: str) -> str:
+        """What containerd's own client answers, in the namespace of Kubernetes."""
+        command = ["/usr/bin/ctr", f"--address={self.socket}", "--namespace=k8s.io", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def _answers(self) -> bool:
+        command = ["/usr/bin/ctr", f"--address={self.socket}", "version"]
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+    def _start(self, processes: Processes, program: str, command: list[str]) -> None:
+        where = network.namespace(self.name)
+        processes.start(f"{program}-{self.name}", command, namespace=where)
+
+    def _write(self, file: str, **values: object) -> None:
+        template = Template((TEMPLATES / Path(file).name).read_text())
+        (self.folder / file).write_text(template.substitute(values))
+
+
+def _index_digest(archive: Path) -> str:
+    """The digest by which containerd knows an imported archive: that of its index."""
+    with tarfile.open(archive) as content:
+        index = content.extractfile("index.json")
+        assert index, f"{archive} is no OCI archive"
+        return f"sha256:{sha256(index.read()).hexdigest()}"
