@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Mapping
 
 from tests.cluster.places import SUMMARY
 
 
-def record(**figures: float | int | str) -> None:
+def record(**figures: float | str | Mapping[str, float]) -> None:
     """Add figures to runs/test-cluster/summary.json; what others wrote there stays."""
     SUMMARY.parent.mkdir(parents=True, exist_ok=True)
     with SUMMARY.with_suffix(".lock").open("w") as lock:
