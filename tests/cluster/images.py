@@ -26,11 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-CACHE = CACHE_HOME / "eagle3-testbed" / "images"
-SUMMARY = ROOT / "runs" / "test-cluster" / "summary.json"
-BASES = ROOT / "tests" / "cluster" / "bases" / "Dockerfile"
+from tests.cluster import figures
+from tests.cluster.places import HERE, cache, cache_home
+
+ROOT = HERE.parents[1]
+CACHE = cache() / "images"
+BASES = HERE / "bases" / "Dockerfile"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 NEEDS_GIB = 12
 ROOTFS = (
@@ -269,12 +270,15 @@ class Builder:
         self.buildah(
             "push", "--quiet", "--disable-compression", reference, f"oci:{layout}:{reference}"
         )
+        # Without the name in it: who imports it gives the name.
+        index = json.loads((layout / "index.json").read_text())
+        index["manifests"][0].pop("annotations", None)
+        (layout / "index.json").write_text(json.dumps(index))
         with tarfile.open(part, "w") as tar:
-            for path in sorted(layout.rglob("*")):
+            for path in sorted(layout.rglob("*"), reverse=True):
                 if path.is_file() and path.name not in without:
                     tar.add(path, str(path.relative_to(layout)))
         part.rename(archive)
-        index = json.loads((layout / "index.json").read_text())
         manifest = json.loads((blobs / index["manifests"][0]["digest"].split(":")[1]).read_text())
         shutil.rmtree(layout)
         return {one["digest"].split(":")[1]: one["size"] for one in manifest["layers"]}
@@ -282,7 +286,7 @@ class Builder:
 
 def uv_program() -> str:
     """The real uv, which `make setup` brings where the machine has none."""
-    found = shutil.which("uv") or str(CACHE_HOME / "eagle3" / "uv" / "bin" / "uv")
+    found = shutil.which("uv") or str(cache_home() / "eagle3" / "uv" / "bin" / "uv")
     if not Path(found).exists():
         raise ImagesUnavailable("uv is missing; run 'make setup'")
     return found
@@ -290,18 +294,17 @@ def uv_program() -> str:
 
 def uv_cache() -> Path:
     """The cache that `make setup` filled."""
-    found = Path(os.environ.get("UV_CACHE_DIR") or CACHE_HOME / "uv")
+    found = Path(os.environ.get("UV_CACHE_DIR") or cache_home() / "uv")
     found.mkdir(parents=True, exist_ok=True)
     return found
 
 
 def record(images: dict[str, BuiltImage]) -> None:
     """Add seconds and sizes to the summary of the cluster's tests; other keys stay."""
-    SUMMARY.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {}
-    found["image_build_seconds"] = {name: image.seconds for name, image in images.items()}
-    found["image_megabytes"] = {name: image.megabytes for name, image in images.items()}
-    SUMMARY.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    figures.record(
+        image_build_seconds={name: image.seconds for name, image in images.items()},
+        image_megabytes={name: image.megabytes for name, image in images.items()},
+    )
 
 
 def main() -> int:
