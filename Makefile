@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lint unit lock bench-extract manifests clean
+.PHONY: help setup demo test check lint unit lock bench-extract manifests testbed cluster-up cluster-down clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -20,10 +20,11 @@ setup: ## make .venv, the locked environment
 	@bash .ci/setup
 
 demo: setup ## train and measure a draft for SmolLM2-135M on human chats, all stages
-	@$(PYTHON) -m jobs.demo_inputs
+	@TQDM_DISABLE=1 $(PYTHON) -m jobs.demo_inputs
 	@.venv/bin/eagle3 run --config docs/examples/demo.yaml --store $(STORE)
 
 test: setup ## every test, as CI runs them
+	@bash .ci/testbed
 	@$(PYTHON) -m pytest $(WORKERS)
 
 check: setup ## lint, types and the tests without engines: the inner loop
@@ -35,7 +36,7 @@ lint:
 	@$(PYTHON) -m mypy
 
 unit:
-	@$(PYTHON) -m pytest -q $(WORKERS) -m "not engine and not slow"
+	@$(PYTHON) -m pytest -q $(WORKERS) -m "not engine and not slow and not cluster"
 
 lock: setup ## compile requirements.txt from pyproject.toml
 	@bash .ci/lock
@@ -45,6 +46,15 @@ bench-extract: setup ## extraction against plain prefill, into runs/bench/extrac
 
 manifests: setup ## write the chart's schema and k8s/ anew
 	@$(PYTHON) -m eagle3.chart --helm "$${HELM:-$$($(PYTHON) -m tests.helm)}"
+
+testbed: setup ## build what the test cluster needs, into the cache
+	@bash .ci/testbed
+
+cluster-up: setup ## start the test cluster, and say how to reach it
+	@$(PYTHON) -m tests.cluster up
+
+cluster-down: setup ## take it down again, without a trace
+	@$(PYTHON) -m tests.cluster down
 
 clean: ## remove runs and caches, never the shared environment
 	@rm -rf runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """What every test may count on: the project on the path of what it starts, and a real S3 server.
 
-Tests run on every core (pytest-xdist), a file at a time, since a file shares its engines.
+Tests run on every core (pytest-xdist), a file at a time, since a file shares its engines; the
+files of tests/cluster/ are one group, since they share one cluster.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.s3_server import S3Server, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# How much a test of that mark weighs in the order of groups.
+HEAVY = {"cluster": 100, "slow": 100, "engine": 1}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,13 +36,31 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, mine or cores)
 
 
+class _Groups(LoadFileScheduling):
+    """A worker takes a file at a time, and one worker all that needs the cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Groups:
+    """Share the tests out in groups."""
+    return _Groups(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files with slow tests and engines first, so that no worker begins one at the end."""
-    weights = Counter[Path]()
+    """The groups with slow tests and engines first, so that no worker begins one at the end."""
+    weights = Counter[str]()
     for item in items:
         for mark in item.iter_markers():
-            weights[item.path] += {"slow": 100, "engine": 1}.get(mark.name, 0)
-    items.sort(key=lambda item: -weights[item.path])
+            weights[group_of(item.nodeid)] += HEAVY.get(mark.name, 0)
+    items.sort(key=lambda item: -weights[group_of(item.nodeid)])
+
+
+def group_of(nodeid: str) -> str:
+    """What the tests of one worker have in common: their file, or the cluster."""
+    file = nodeid.split("::")[0]
+    return "tests/cluster" if file.startswith("tests/cluster/") else file
 
 
 @contextlib.contextmanager

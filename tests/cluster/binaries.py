@@ -121,7 +121,7 @@ PROGRAMS: tuple[GoPrograms | Clients, ...] = (
     Clients(name="clients"),
     Clients(name="clients-helm3"),
     GoPrograms(
-        name="images",
+        name="tiny-images",
         module="",
         packages={"pause": "./pause", "probe": "./probe"},
     ),

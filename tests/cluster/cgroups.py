@@ -15,29 +15,24 @@ REMOVE_SECONDS = 5.0
 
 
 def name(node: str) -> str:
-    """The folder of a node, below every controller."""
+    """The folder of a node, in every hierarchy."""
     return f"e3-{node}"
 
 
-def controllers() -> list[Path]:
-    """Where the controllers of version 1 are mounted; empty on a machine without them."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if after.split()[0] == "cgroup":
-            found.append(Path(before.split()[4]))
-    return found
+def supported() -> bool:
+    """Whether the machine has controllers of version 1."""
+    return any((hierarchy / "cpuset.cpus").exists() for hierarchy in _hierarchies())
 
 
 def make(node: str) -> None:
     """Make the node's folders; its processors are those that this process may use."""
-    for controller in controllers():
-        folder = controller / name(node)
+    for hierarchy in _hierarchies():
+        folder = hierarchy / name(node)
         folder.mkdir(exist_ok=True)
         if (folder / "cpuset.cpus").exists():
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             (folder / "cpuset.cpus").write_text(cores)
-            (folder / "cpuset.mems").write_text((controller / "cpuset.mems").read_text())
+            (folder / "cpuset.mems").write_text((hierarchy / "cpuset.mems").read_text())
 
 
 def members(node: str) -> set[int]:
@@ -65,6 +60,16 @@ def remove(node: str) -> None:
 def _folders(node: str) -> list[Path]:
     return [
         Path(path)
-        for controller in controllers()
-        for path, _, _ in os.walk(controller / name(node), topdown=False)
+        for hierarchy in _hierarchies()
+        for path, _, _ in os.walk(hierarchy / name(node), topdown=False)
     ]
+
+
+def _hierarchies() -> list[Path]:
+    """Where they are mounted; runc also uses that of version 2 beside those of version 1."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] in ("cgroup", "cgroup2"):
+            found.append(Path(before.split()[4]))
+    return found

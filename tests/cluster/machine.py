@@ -38,7 +38,7 @@ def foundation() -> str | None:
         return f"the test cluster needs Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
         return "the test cluster needs root, for network namespaces and containers"
-    if not cgroups.controllers():
+    if not cgroups.supported():
         return "the test cluster is made for cgroups of version 1, which are not mounted here"
     path = f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin"
     missing = [package for package, tool in TOOLS.items() if not shutil.which(tool, path=path)]

@@ -18,11 +18,11 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 def archive(name: str) -> Path:
     """The OCI archive with the program `name`, written beside the program the first time."""
-    (folder,) = (programs.folder for programs in PROGRAMS if programs.name == "images")
+    (folder,) = (programs.folder for programs in PROGRAMS if programs.name == "tiny-images")
     path = folder / f"{name}.tar"
     if not path.exists():
         part = path.with_suffix(".part")
-        part.write_bytes(_archive(name, Path(program(name, of="images")).read_bytes()))
+        part.write_bytes(_archive(name, Path(program(name, of="tiny-images")).read_bytes()))
         part.rename(path)
     return path
 

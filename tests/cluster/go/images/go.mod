@@ -1,3 +1,0 @@
-module eagle3.testbed/images
-
-go 1.26.0

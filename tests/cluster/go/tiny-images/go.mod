@@ -1,0 +1,3 @@
+module eagle3.testbed/tiny-images
+
+go 1.26.0
