@@ -1,6 +1,5 @@
 """charts/eagle3 as Helm 3 and Helm 4 render it, for the tests of the chart."""
 
-import fcntl
 import functools
 import json
 import subprocess
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster import binaries
+from tests.cluster import binaries, testbed
 from tests.cluster.binaries import Clients, NotBuilt
-from tests.cluster.places import cache
 from tests.conftest import ROOT
 
 CHART = ROOT / "charts" / "eagle3"
@@ -137,13 +135,12 @@ def client(of: str, program: str) -> str:
     """
     clients = next(one for one in binaries.PROGRAMS if one.name == of)
     assert isinstance(clients, Clients)
-    cache().mkdir(parents=True, exist_ok=True)
-    with (cache() / "clients.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not clients.folder.exists():
+    if not clients.folder.exists():
+        with testbed.lock():
             try:
-                clients.build()
-            except NotBuilt as error:
+                if not clients.folder.exists():
+                    clients.build()
+            except (NotBuilt, OSError) as error:
                 pytest.skip(f"Helm and kubectl are not here: {error}")
     return str(Path(clients.folder) / program)
 
