@@ -105,6 +105,17 @@ class TestGenerated:
             told = yaml.safe_load((ROOT / folder / "kustomization.yaml").read_text())
             assert {image["newTag"] for image in told["images"]} == {__version__}
 
+    def test_images_have_the_names_that_they_are_built_by(self):
+        built = (ROOT / "images" / "build.sh").read_text()
+        assert 'eagle3-$name:${TAG:-$version}"' in built
+        for name, image in VALUES["images"].items():
+            assert image == {"repository": f"eagle3-{name}"}
+        for folder in chart.PLAIN:
+            told = yaml.safe_load((ROOT / folder / "kustomization.yaml").read_text())
+            assert {image["name"] for image in told["images"]} == {
+                image["repository"] for image in VALUES["images"].values()
+            }
+
 
 class TestTable:
     def test_every_stage_has_a_row_and_nothing_else_does(self):
@@ -309,7 +320,7 @@ class TestPods:
         assert "suspend" not in job["spec"], "that is Kueue's to set"
         assert job["spec"]["ttlSecondsAfterFinished"] == 3600
         train = main_of(full.jobs["train"]["spec"]["template"]["spec"])
-        assert train["image"] == f"eagle3/train@sha256:{'0' * 64}"
+        assert train["image"] == f"eagle3-train@sha256:{'0' * 64}"
         assert {"name": "EAGLE3_IMAGE_DIGEST", "value": f"sha256:{'0' * 64}"} in train["env"]
 
     def test_the_verifier_is_mounted_where_it_is_read_and_never_writable(self, full):

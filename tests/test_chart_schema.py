@@ -28,7 +28,7 @@ BY_SCHEMA = {
     "an id of 21 characters": ({"run": {"id": "a" * 21}}, "id"),
     "a tag that is a number": ({"images": {"gate": {"tag": 0.1}}}, "tag"),
     "half a digest": ({"images": {"gate": {"digest": "sha256:12ab"}}}, "digest"),
-    "an image by a bare name": ({"images": {"gate": "eagle3/gate:1"}}, "gate"),
+    "an image by a bare name": ({"images": {"gate": "eagle3-gate:1"}}, "gate"),
     "a store that is a path": ({"store": "/mnt/runs"}, "store"),
     "a store with its credentials": ({"store": "s3://key:secret@host/runs"}, "store"),
     "an environment that is a list": ({"env": [{"name": "A", "value": "b"}]}, "env"),
