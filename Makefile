@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lint unit lock bench-extract manifests testbed cluster-up cluster-down clean
+.PHONY: help setup demo test check lint unit lock bench-extract manifests images testbed cluster-up cluster-down clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ bench-extract: setup ## extraction against plain prefill, into runs/bench/extrac
 
 manifests: setup ## write the chart's schema and k8s/ anew
 	@$(PYTHON) -m eagle3.chart --helm "$${HELM:-$$($(PYTHON) -m tests.helm)}"
+
+images: ## build the container images with buildah, podman or docker; see docs/images.md
+	@images/build.sh
 
 testbed: setup ## build what the test cluster needs, into the cache
 	@bash .ci/testbed
