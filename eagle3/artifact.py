@@ -1,26 +1,20 @@
-"""An artefact in a store: committing it, reading its manifest, and gating it for a consumer.
-
-The gate is what an init container runs before any GPU is held: manifest present and whole,
-lineage digests, every object there with its size, and the cross-checks between a stage's inputs.
-It needs the standard library, msgspec and the store, and reads no object but manifests.
-"""
+"""An artefact in a store: committing it, finding it, and reading it with every byte proven."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from eagle3 import manifest as manifests
-from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
+from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
 from eagle3.stages import STAGES
-from eagle3.store import Store, open_store, sha256_of_file
+from eagle3.store import Store, sha256_of_file
 
 T = TypeVar("T")
 
@@ -51,6 +45,33 @@ class Artifact:
         if found is None:
             raise self._differs(path, "an object that the manifest names", "none of that name")
         return found
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """A figure of `facts`, of its type. Raises ManifestInvalid where it is not there."""
+        try:
+            return msgspec.convert(self.manifest.facts.get(name), kind)
+        except msgspec.ValidationError as error:
+            raise ManifestInvalid(
+                f"{self.store.url}/{MANIFEST_NAME}: facts.{name}",
+                wanted=f"a value that this version of eagle3 writes ({kind.__name__})",
+                found=error,
+                remedy=again(self.manifest.artifact),
+            ) from error
+
+    def refuse_strangers(self, suffix: str) -> None:
+        """No object whose name ends so lies in the artefact without being named by the manifest.
+
+        For a folder that is handed to an engine whole: it loads what it finds. Raises
+        ManifestInvalid.
+        """
+        for info in self.store.list():
+            if info.path.endswith(suffix) and self.named(info.path) is None:
+                raise ManifestInvalid(
+                    f"{self.store.url}/{info.path}",
+                    wanted="no object that the manifest does not name",
+                    found="one",
+                    remedy="move it away",
+                )
 
     def read(self, path: str) -> bytes:
         """An object's bytes, proven to be those of the manifest. Raises ManifestInvalid."""
@@ -116,7 +137,7 @@ class Artifact:
             f"{self.store.url}/{path}",
             wanted=wanted,
             found=found,
-            remedy=_again(self.manifest.artifact),
+            remedy=again(self.manifest.artifact),
         )
 
 
@@ -199,67 +220,11 @@ def put(
     )
 
 
-def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
-    """Check one upstream artefact to gate depth and return it.
+def check_objects(artifact: Artifact, remedy: str = "") -> None:
+    """Every object of the manifest is there with its size, by one listing.
 
-    Args:
-        url: the artefact's prefix.
-        kinds: the artefact kinds that may stand there.
-
-    Raises UpstreamMissing, ManifestInvalid.
+    Raises ManifestInvalid.
     """
-    store = open_store(url)
-    found = find(store)
-    if found is None:
-        missing = next((kind for kind in kinds if store.url.endswith(f"/{kind}")), kinds[0])
-        raise UpstreamMissing(
-            f"{store.url}/{MANIFEST_NAME}",
-            wanted=f"a committed {' or '.join(kinds)} artefact",
-            found="no manifest",
-            remedy=f"run {missing} first, or name another run's artefact under inputs",
-        )
-    if found.manifest.artifact not in kinds:
-        raise ManifestInvalid(
-            f"{store.url}/{MANIFEST_NAME}: artifact",
-            wanted=" or ".join(kinds),
-            found=found.manifest.artifact,
-            remedy="correct the URL under inputs",
-        )
-    _require_facts(found)
-    if "regenerate" in kinds:
-        _refuse_unanswered(found)
-    if found.manifest.artifact == "extract":
-        manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
-    _check_objects(found)
-    return found
-
-
-def _require_facts(artifact: Artifact) -> None:
-    """Every artefact says whose it is; one that does not could be mixed with any other."""
-    for field in ("verifier", "tokenizer"):
-        if getattr(artifact.manifest, field) is None:
-            raise ManifestInvalid(
-                f"{artifact.store.url}/{MANIFEST_NAME}: {field}",
-                wanted="the facts of the one it was made for",
-                found="none",
-                remedy=_again(artifact.manifest.artifact),
-            )
-
-
-def _refuse_unanswered(artifact: Artifact) -> None:
-    """Conversations that nobody has answered are for regenerate alone: they teach nothing."""
-    count = artifact.manifest.facts.get("unanswered", 0)
-    if artifact.manifest.artifact == "prepare" and count:
-        raise ManifestInvalid(
-            f"{artifact.store.url}/{MANIFEST_NAME}: facts.unanswered",
-            wanted="0 conversations without an answer",
-            found=count,
-            remedy="run regenerate first, which answers them, and read its artefact",
-        )
-
-
-def _check_objects(artifact: Artifact) -> None:
-    """Every object of the manifest is there with its size, by one listing."""
     sizes = {info.path: info.bytes for info in artifact.store.list()}
     for entry in artifact.manifest.files:
         found = sizes.get(entry.path)
@@ -268,64 +233,11 @@ def _check_objects(artifact: Artifact) -> None:
                 f"{artifact.store.url}/{entry.path}",
                 wanted=f"{entry.bytes} bytes, as its manifest says",
                 found="no object" if found is None else f"{found} bytes",
-                remedy=_again(artifact.manifest.artifact),
+                remedy=remedy or again(artifact.manifest.artifact),
             )
 
 
-def _again(kind: str) -> str:
+def again(kind: str) -> str:
+    """What to do about an artefact that is wrong, as an imperative clause."""
     stage = next((stage.name for stage in STAGES if kind in stage.writes), kind)
     return f"run {stage} again under a prefix of its own"
-
-
-def cross_check(inputs: Mapping[str, Artifact]) -> None:
-    """What a stage's inputs must agree on: verifier, tokenizer, and digests of shared upstreams.
-
-    Raises ManifestInvalid naming the field, the two inputs and both values.
-    """
-    _agree(inputs, "verifier", lambda m: m.verifier and m.verifier.elsewhere())
-    _agree(inputs, "tokenizer", lambda m: m.tokenizer)
-    _same_upstreams(inputs)
-
-
-def _agree(inputs: Mapping[str, Artifact], field: str, value_of: Any) -> None:
-    first: tuple[str, Any] | None = None
-    for name, artifact in inputs.items():
-        value = value_of(artifact.manifest)
-        if value is None:
-            continue
-        if first is None:
-            first = (name, value)
-        elif value != first[1]:
-            part = next(
-                key
-                for key in value.__struct_fields__
-                if getattr(value, key) != getattr(first[1], key)
-            )
-            raise ManifestInvalid(
-                f"{artifact.store.url}/{MANIFEST_NAME}: {field}.{part}",
-                wanted=f"{getattr(first[1], part)}, as input {first[0]} has it",
-                found=getattr(value, part),
-                remedy="take both inputs from runs on the same verifier and tokenizer",
-            )
-
-
-def _same_upstreams(inputs: Mapping[str, Artifact]) -> None:
-    """An artefact that two inputs both rest on must be the same one, and so must a direct input.
-
-    `train` reads `extract` and `vocab`: both must come from the same rows, by the name of their
-    input too, since one could come from prepare's rows and the other from regenerate's.
-    """
-    seen: dict[str, tuple[str, str]] = {
-        artifact.manifest.artifact: (name, artifact.digest) for name, artifact in inputs.items()
-    }
-    for name, artifact in inputs.items():
-        for input_name, ref in artifact.manifest.inputs.items():
-            for key in (ref.artifact, f"input {input_name}"):
-                standing = seen.setdefault(key, (name, ref.digest))
-                if standing[1] != ref.digest:
-                    raise ManifestInvalid(
-                        f"{artifact.store.url}/{MANIFEST_NAME}: inputs.{input_name}.digest",
-                        wanted=f"{standing[1][:16]}, as input {standing[0]} has it",
-                        found=f"{ref.digest[:16]} ({ref.artifact})",
-                        remedy=f"take {name} and {standing[0]} from the same {ref.artifact}",
-                    )

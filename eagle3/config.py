@@ -28,9 +28,10 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Length = Annotated[int, msgspec.Meta(ge=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+# Bounded above, since YAML has a number that is none: .inf.
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 NearTie = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
-NaturalFloat = Annotated[float, msgspec.Meta(ge=0)]
+NaturalFloat = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 
 
 def _doc(
@@ -275,7 +276,10 @@ def parse_config(raw: object) -> RunConfig:
         message, _, where = str(error).partition(" - at `$")
         field = where.strip("`.") or "config"
         raise ConfigError(
-            field, wanted="a value of its type and range", found=message, remedy="correct it"
+            field,
+            wanted="a value of its type and range",
+            found=strict_yaml.in_words(message),
+            remedy="correct it",
         ) from error
     _cross_check(config)
     return config
@@ -308,7 +312,7 @@ def name_when_served(config: VerifierConfig) -> str:
     """
     if config.serving_name:
         return config.serving_name
-    if HUB_ID.fullmatch(config.source):
+    if HUB_ID.fullmatch(config.source) and not Path(config.source).exists():
         return config.source
     raise ConfigError(
         "verifier.serving_name",

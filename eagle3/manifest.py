@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from eagle3.errors import ManifestInvalid
 
 MANIFEST_NAME = "data_config.json"
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 FORMAT_VERSION = 2
 
 # Id k is the residual stream entering layer k, so the last one is num_hidden_layers; older data
@@ -54,10 +55,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     path: str
-    bytes: int
+    bytes: Natural
     sha256: str
-    samples: int = 0
-    tokens: int = 0
+    samples: Natural = 0
+    tokens: Natural = 0
     timed: bool = False
     header_sha256: str = ""
 
@@ -66,9 +67,9 @@ class FileIndex(msgspec.Struct, frozen=True, kw_only=True):
     """The object that lists an artefact's objects, a `FileEntry` in JSON on each line."""
 
     path: str
-    bytes: int
+    bytes: Natural
     sha256: str
-    objects: int
+    objects: Natural
 
 
 class InputRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,7 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of conversations as prepare read it."""
 
     url: str
-    bytes: int
+    bytes: Natural
     sha256: str
 
 
@@ -143,17 +144,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: dict[str, Any] = {}
     verifier: VerifierFacts | None = None
     tokenizer: TokenizerFacts | None = None
-    rows_in: int = 0
-    rows_kept: int = 0
-    rejected: dict[str, int] = {}
-    total_samples: int = 0
-    total_tokens: int = 0
+    rows_in: Natural = 0
+    rows_kept: Natural = 0
+    rejected: dict[str, Natural] = {}
+    total_samples: Natural = 0
+    total_tokens: Natural = 0
     facts: dict[str, Any] = {}
     measured: dict[str, float] = {}
     # Hidden states: with data_format_version and the two totals, the ten fields of version 1.
     model_path: str | None = None
     layer_ids: tuple[int, ...] | None = None
-    max_seq_len: int | None = None
+    max_seq_len: Natural | None = None
     tp_size: int | None = None
     total_time_seconds: float | None = None
     hidden_size: int | None = None
@@ -219,8 +220,8 @@ def decode(data: bytes, where: str, read: Callable[[str], bytes] | None = None) 
     if version != FORMAT_VERSION:
         raise ManifestInvalid(
             f"{where}: data_format_version",
-            wanted=FORMAT_VERSION,
-            found=version,
+            wanted=f"the number {FORMAT_VERSION}",
+            found=repr(version),
             remedy="use the version of eagle3 that wrote it",
         )
     try:
@@ -319,7 +320,7 @@ def check_states(manifest: Manifest, where: str) -> None:
 def digest(manifest: Manifest) -> str:
     """Content digest: sha256 over canonical JSON without times, urls, rates and versions.
 
-    The same work done again, or in another place, has the same digest.
+    The same work done again, or elsewhere, has the same digest.
     """
     record = {k: v for k, v in msgspec.to_builtins(manifest).items() if k not in _NOT_IN_DIGEST}
     record["data_format_version"] = manifest.data_format_version

@@ -11,6 +11,16 @@ from typing import Any
 
 import yaml
 
+_WORDS = {
+    "array": "a list",
+    "object": "a mapping",
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "nothing",
+}
+
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -42,3 +52,10 @@ def problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}"
     return " ".join(str(error).split())
+
+
+def in_words(message: str) -> str:
+    """What msgspec says of a value, in the words of YAML."""
+    for name, word in _WORDS.items():
+        message = message.replace(f"`{name}`", word)
+    return message[:1].lower() + message[1:]

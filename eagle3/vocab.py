@@ -119,6 +119,25 @@ def decode_counts(data: bytes, where: str, *, vocab_size: int) -> torch.Tensor:
     return counts
 
 
+def check_size(draft_vocab_size: int, vocab_size: int, num_required: int) -> None:
+    """D must hold the special and stop ids and be no more than V. Raises ConfigError."""
+    least = max(1, num_required)
+    if draft_vocab_size > vocab_size:
+        raise ConfigError(
+            "vocab.draft_vocab_size",
+            wanted=f"at most {vocab_size}, the verifier's vocabulary",
+            found=draft_vocab_size,
+            remedy="lower it",
+        )
+    if draft_vocab_size < least:
+        raise ConfigError(
+            "vocab.draft_vocab_size",
+            wanted=f"at least {least}, the special and stop ids",
+            found=draft_vocab_size,
+            remedy="raise it",
+        )
+
+
 def build_mapping(
     counts: torch.Tensor, draft_vocab_size: int, required_ids: Iterable[int]
 ) -> Mapping:
@@ -135,20 +154,7 @@ def build_mapping(
     """
     _check_counts(counts)
     vocab_size, required = int(counts.numel()), sorted(set(required_ids))
-    if draft_vocab_size > vocab_size:
-        raise ConfigError(
-            "vocab.draft_vocab_size",
-            wanted=f"at most {vocab_size}, the verifier's vocabulary",
-            found=draft_vocab_size,
-            remedy="lower it",
-        )
-    if draft_vocab_size < max(1, len(required)):
-        raise ConfigError(
-            "vocab.draft_vocab_size",
-            wanted=f"at least {max(1, len(required))}, the special and stop ids",
-            found=draft_vocab_size,
-            remedy="raise it",
-        )
+    check_size(draft_vocab_size, vocab_size, len(required))
     if not counts.any():
         raise MappingInvalid(
             "token counts",

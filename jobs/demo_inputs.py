@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(out: Path) -> None:
     started = time.monotonic()
+    print(f"demo_inputs: a verifier and chats out of packages, into {out}", flush=True)
     written = write_inputs(out)
     told = f"wrote {' and '.join(written)}" if written else "all there already"
     print(f"demo_inputs: {told} in {out}, {time.monotonic() - started:.0f} s", flush=True)

@@ -40,7 +40,7 @@ from eagle3.lineage import refuse_trained_on, walk
 from eagle3.manifest import Manifest
 from eagle3.report import gather, render
 from eagle3.report.terminal import show
-from eagle3.verifier import open_verifier
+from eagle3.verifier import reopen_verifier
 from eagle3.vllm_capture import EngineOptions, VllmGenerator
 from jobs.process import StageRun, run_stage
 
@@ -72,8 +72,7 @@ class VllmEngines:
 
     @functools.cached_property
     def _options(self) -> EngineOptions:
-        facts = self._run.inputs["verifier"].manifest.verifier
-        verifier = open_verifier(self._run.config.verifier, facts)
+        verifier = reopen_verifier(self._run.config.verifier, self._run.inputs["verifier"])
         settings = self._plan.settings
         together = max(settings.engine.max_num_seqs, settings.concurrency)
         return EngineOptions.of(
@@ -183,6 +182,7 @@ def has_untrained(export: Artifact) -> bool:
 
 def draft_folder(export: Artifact, scratch: Path, name: str) -> Path:
     """The local folder of an exported draft, every byte of it checked. Raises ManifestInvalid."""
+    export.refuse_strangers(".safetensors")
     for entry in export.manifest.files:
         export.local(entry.path, scratch)
     root = export.store.local_path() or scratch

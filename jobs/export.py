@@ -54,8 +54,8 @@ def story(run: StageRun) -> str:
                 "num_speculative_tokens": wanted.num_speculative_tokens,
                 "aux_layer_ids": list(wanted.aux_layer_ids),
                 "draft_vocab_size": wanted.mapping.draft_vocab_size,
-                "mapping_sha256": trained.manifest.facts["mapping_sha256"],
-                "steps": trained.manifest.facts["steps"],
+                "mapping_sha256": trained.fact("mapping_sha256", str),
+                "steps": trained.fact("steps", int),
             },
         )
     )
@@ -65,27 +65,28 @@ def story(run: StageRun) -> str:
 
 def _wanted(run: StageRun, scratch: Path, serving_name: str) -> Wanted:
     """What the upstream artefacts say that the draft must be."""
-    facts = run.inputs["train"].manifest.facts
+    trained, vocab = run.inputs["train"], run.inputs["vocab"]
     verifier = load_verifier_artifact(
         run.inputs["verifier"], scratch, trust_remote_code=run.config.verifier.trust_remote_code
     )
     mapping = load_mapping(
-        run.inputs["vocab"], vocab_size=verifier.vocab_size, required_ids=verifier.required_ids
+        vocab, vocab_size=verifier.vocab_size, required_ids=verifier.required_ids
     )
-    if facts["mapping_sha256"] != run.inputs["vocab"].manifest.facts["mapping_sha256"]:
+    used, given = (one.fact("mapping_sha256", str) for one in (trained, vocab))
+    if used != given:
         raise ManifestInvalid(
             "export: vocab",
-            wanted=f"the mapping {facts['mapping_sha256'][:16]} that the draft was trained with",
-            found=run.inputs["vocab"].manifest.facts["mapping_sha256"][:16],
+            wanted=f"the mapping {used[:16]} that the draft was trained with",
+            found=given[:16],
             remedy="name the vocab artefact of the training under inputs",
         )
     return Wanted(
-        layer=facts["layer_config"],
-        aux_layer_ids=tuple(facts["aux_layer_ids"]),
+        layer=trained.fact("layer_config", dict),
+        aux_layer_ids=tuple(trained.fact("aux_layer_ids", list)),
         mapping=mapping,
         tensors=verifier.three_tensors(),
-        norm_before_fc=facts["norm_before_fc"],
-        norm_output=facts["norm_output"],
+        norm_before_fc=trained.fact("norm_before_fc", bool),
+        norm_output=trained.fact("norm_output", bool),
         serving_name=serving_name,
         num_speculative_tokens=run.config.export.num_speculative_tokens,
     )

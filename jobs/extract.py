@@ -30,7 +30,7 @@ from eagle3.errors import ManifestInvalid
 from eagle3.manifest import FINAL_HIDDEN_STATE, LAYER_ID_CONVENTION, STATES_DTYPE, Manifest
 from eagle3.shards import TokenRow, rows_of
 from eagle3.units import UnitReader, Writers, merge, walk_units
-from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifier
+from eagle3.verifier import LoadedVerifier, load_verifier_artifact, reopen_verifier
 from eagle3.vllm_capture import EngineOptions, VllmCapture
 from eagle3.work import UnitRecord
 from jobs.process import StageRun, run_stage
@@ -63,7 +63,7 @@ def story(run: StageRun, start: StartCapture) -> str:
         if done := run.committed(identity):
             return f"already committed, {done.manifest.total_samples} samples"
         if len(run.work.finished_units()) < len(plan.units):
-            source = open_verifier(run.config.verifier, verifier.facts())
+            source = reopen_verifier(run.config.verifier, run.inputs["verifier"])
             with closing(start(source.local_folder(scratch), plan, scratch)) as capture:
                 capture_units(run, plan, verifier, capture)
     manifest = finished_manifest(run, plan, identity)

@@ -30,6 +30,8 @@ from eagle3.summary import summary
 
 SUMMARY_NAME = "summary.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What vLLM has to say while it is imported, before anything of ours can ask it not to.
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -72,7 +74,7 @@ class StageProcesses:
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**_QUIET, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             process_group=0,
         )
         if self._asked:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from eagle3 import artifact as artifacts
+from eagle3.config import RunConfig
 from eagle3.conversations import (
     Converter,
     Preparation,
@@ -22,8 +23,10 @@ from eagle3.conversations import (
     outcomes,
     parallel_outcomes,
 )
+from eagle3.errors import ConfigError
 from eagle3.manifest import Manifest, identity_of
 from eagle3.verifier import Verifier, open_verifier
+from eagle3.vocab import check_size
 from jobs.process import StageRun, run_stage
 
 
@@ -33,6 +36,7 @@ def story(run: StageRun) -> str:
     sources = open_sources(config.data)
     measured = [source.measure() for source in sources]
     verifier = open_verifier(run.config.verifier)
+    check_sizes(run.config, verifier)
     # What nobody has answered is of use only where the verifier will.
     unanswered = run.config.regenerate.enabled
     renderer = Renderer(verifier.load_tokenizer(), verifier.stop_ids)
@@ -63,6 +67,20 @@ def story(run: StageRun) -> str:
         f"{manifest.rows_in} conversations, {manifest.facts['heldout_prompts']} prompts held out, "
         f"{sum(manifest.rejected.values())} rejected"
     )
+
+
+def check_sizes(config: RunConfig, verifier: Verifier) -> None:
+    """What later stages would find wrong about this verifier, hours later. Raises ConfigError."""
+    check_size(config.vocab.draft_vocab_size, verifier.vocab_size, len(verifier.required_ids))
+    # An engine that captures a row is asked for one token more.
+    longest = verifier.longest_context
+    if longest is not None and config.prepare.max_seq_len >= longest:
+        raise ConfigError(
+            "prepare.max_seq_len",
+            wanted=f"at most {longest - 1}, one less than the verifier's longest context",
+            found=config.prepare.max_seq_len,
+            remedy="lower it",
+        )
 
 
 def commit_verifier(run: StageRun, verifier: Verifier, identity: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ from eagle3.manifest import Manifest
 from eagle3.progress import Progress
 from eagle3.stages import Stage, stage_named
 from eagle3.store import Store, open_store
+from eagle3.upstream import cross_check, gate
 from eagle3.work import Work
 
 TERMINATION_LOG = "/dev/termination-log"
@@ -143,7 +145,11 @@ class StageRun:
             shutil.rmtree(folder, ignore_errors=True)
 
     def commit(self, manifest: Manifest, kind: str | None = None) -> Artifact:
-        """Complete the manifest with lineage, configuration and versions, and commit it."""
+        """Complete the manifest with lineage, configuration and versions, and commit it.
+
+        Raises ManifestInvalid where an object that it names is not there, and as
+        `eagle3.artifact.commit`.
+        """
         section = getattr(self.config, self.stage.name)
         whole = msgspec.structs.replace(
             manifest,
@@ -153,7 +159,14 @@ class StageRun:
             config=msgspec.to_builtins(section),
             measured={"seconds": round(time.monotonic() - self.started, 3), **manifest.measured},
         )
-        return artifacts.commit(self.output(kind), whole)
+        store = self.output(kind)
+        # An object that was there when its unit was recorded may have been deleted since.
+        artifacts.check_objects(
+            Artifact(store=store, manifest=whole),
+            remedy=f"delete the record in work/{self.stage.name}/units that names it, where there "
+            "is one, and run the stage again",
+        )
+        return artifacts.commit(store, whole)
 
 
 Story = Callable[[StageRun], str]
@@ -188,10 +201,10 @@ def input_urls(config: RunConfig, store: Store, stage: Stage) -> dict[str, str]:
 
 
 def gate_inputs(config: RunConfig, store: Store, stage: Stage) -> dict[str, Artifact]:
-    """Gate every upstream artefact of a stage. Raises as `eagle3.artifact.gate`."""
+    """Gate every upstream artefact of a stage. Raises as `eagle3.upstream.gate`."""
     urls = input_urls(config, store, stage)
-    inputs = {name: artifacts.gate(urls[name], stage.reads[name]) for name in urls}
-    artifacts.cross_check(inputs)
+    inputs = {name: gate(urls[name], stage.reads[name]) for name in urls}
+    cross_check(inputs)
     return inputs
 
 
@@ -211,11 +224,17 @@ def guarded(name: str, body: Callable[[], None]) -> int:
     try:
         body()
     except Eagle3Error as error:
-        # Many errors begin with the stage's name themselves: a field of its section, a stop.
-        told = str(error).removeprefix(f"{name}: ")
-        print(f"{name}: {told}", file=sys.stderr, flush=True)
-        _write_termination({"stage": name, **error.as_record()})
-        return error.exit_code
+        return _refused(name, error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = EnvironmentMisconfigured(
+            error.filename or tempfile.gettempdir(),
+            wanted="room for what passes through this machine",
+            found=error.strerror,
+            remedy="free space, or set TMPDIR to a larger disk",
+        )
+        return _refused(name, full)
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run it again to continue", file=sys.stderr, flush=True)
         return 130
@@ -224,6 +243,14 @@ def guarded(name: str, body: Callable[[], None]) -> int:
         _write_termination({"stage": name, "error": type(error).__name__, "found": str(error)})
         raise
     return 0
+
+
+def _refused(name: str, error: Eagle3Error) -> int:
+    # Many errors begin with the stage's name themselves: a field of its section, a stop.
+    told = str(error).removeprefix(f"{name}: ")
+    print(f"{name}: {told}", file=sys.stderr, flush=True)
+    _write_termination({"stage": name, **error.as_record()})
+    return error.exit_code
 
 
 def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -247,7 +274,15 @@ def load_run(found: argparse.Namespace) -> tuple[RunConfig, Store]:
             found="none",
             remedy="give --store, or write it in the configuration",
         )
-    return config, open_store(url)
+    store = open_store(url)
+    if store.scheme == "memory":
+        raise ConfigError(
+            "store",
+            wanted="a prefix that outlives this process, such as file:// or s3://",
+            found=store.url,
+            remedy="name another",
+        )
+    return config, store
 
 
 def _tell(stage: Stage, story: Story, found: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from eagle3.errors import ConversationsInvalid
 from eagle3.manifest import Manifest
 from eagle3.onpolicy import Answerer, Plan, plan_answers, write_answers
 from eagle3.units import UnitReader, merge, merge_token_counts, walk_units
-from eagle3.verifier import LoadedVerifier, load_verifier_artifact, open_verifier
+from eagle3.verifier import LoadedVerifier, load_verifier_artifact, reopen_verifier
 from eagle3.vllm_capture import EngineOptions, VllmGenerator
 from eagle3.vocab import COUNTS_NAME, counts_from_dict, encode_counts
 from jobs.process import StageRun, run_stage
@@ -49,7 +49,7 @@ def story(run: StageRun, start: StartGenerator) -> str:
                 scratch / "verifier",
                 trust_remote_code=run.config.verifier.trust_remote_code,
             )
-            source = open_verifier(run.config.verifier, verifier.facts())
+            source = reopen_verifier(run.config.verifier, run.inputs["verifier"])
             with closing(start(source.local_folder(scratch), plan)) as generator:
                 answer_units(run, plan, verifier, generator)
     manifest = finished_manifest(run, plan, identity)

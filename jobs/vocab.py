@@ -16,6 +16,7 @@ from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import (
     MAPPING_NAME,
     build_mapping,
+    check_size,
     coverage,
     coverage_curve,
     curve_sizes,
@@ -29,10 +30,7 @@ COVERAGE_NAME = "coverage.json"
 
 
 def story(run: StageRun) -> str:
-    """Build the mapping, check it, write it, commit it."""
-    identity = run.claim()
-    if done := run.committed(identity):
-        return f"already committed, coverage {done.manifest.facts['coverage']:.4f}"
+    """Check the size, claim, build the mapping, write it, commit it."""
     source, size = run.inputs["verifier"].manifest, run.config.vocab.draft_vocab_size
     trusted = run.config.verifier.trust_remote_code
     with run.scratch() as scratch:
@@ -40,6 +38,11 @@ def story(run: StageRun) -> str:
             run.inputs["verifier"], scratch, trust_remote_code=trusted
         )
         vocab_size, required_ids = verifier.vocab_size, verifier.required_ids
+    # Before the claim: a size that cannot be is not held against the next one.
+    check_size(size, vocab_size, len(required_ids))
+    identity = run.claim()
+    if done := run.committed(identity):
+        return f"already committed, coverage {done.manifest.facts['coverage']:.4f}"
     counts = load_counts(run.inputs["rows"], vocab_size=vocab_size)
     mapping = build_mapping(counts, size, required_ids)
     covered = coverage(counts, mapping)

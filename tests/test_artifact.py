@@ -12,6 +12,7 @@ from eagle3 import artifact as artifacts
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MOST_INLINE, FileEntry, Manifest
 from eagle3.store import ObjectInfo, Store, open_store
+from eagle3.upstream import cross_check, gate
 from tests.upstreams import HIDDEN_STATES, TOKENIZER, VERIFIER, commit, commit_upstreams, rewrite
 
 
@@ -26,8 +27,8 @@ def ready(run: Store) -> Store:
     return run
 
 
-def gate(run: Store, kind: str) -> artifacts.Artifact:
-    return artifacts.gate(run.child(kind).url, (kind,))
+def gated(run: Store, kind: str) -> artifacts.Artifact:
+    return gate(run.child(kind).url, (kind,))
 
 
 def test_nothing_is_committed_without_a_manifest(run):
@@ -68,27 +69,27 @@ def test_other_content_never_replaces_a_manifest(ready):
 
 
 def test_whole_upstreams_pass(ready):
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
-    inputs["verifier"] = gate(ready, "verifier")
-    artifacts.cross_check(inputs)
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(ready, "vocab")}
+    inputs["verifier"] = gated(ready, "verifier")
+    cross_check(inputs)
 
 
 def test_an_uncommitted_upstream_is_missing_and_the_stage_to_run_is_named(run):
     with pytest.raises(UpstreamMissing, match="run extract first"):
-        gate(run, "extract")
+        gated(run, "extract")
 
 
 def test_conversations_that_nobody_answered_are_for_regenerate_alone(run):
     commit(run, "prepare", facts={"unanswered": 2})
     url = run.child("prepare").url
     with pytest.raises(ManifestInvalid, match=r"facts\.unanswered.*run regenerate first"):
-        artifacts.gate(url, ("regenerate", "prepare"))
-    assert artifacts.gate(url, ("prepare",)).manifest.facts == {"unanswered": 2}
+        gate(url, ("regenerate", "prepare"))
+    assert gate(url, ("prepare",)).manifest.facts == {"unanswered": 2}
 
 
 def test_an_object_more_than_the_manifest_names_does_no_harm(ready):
     ready.write_bytes("extract/left-over", b"of a killed worker")
-    gate(ready, "extract")
+    gated(ready, "extract")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_an_object_more_than_the_manifest_names_does_no_harm(ready):
 def test_hidden_states_that_say_something_else_of_themselves_are_refused(run, field, wrong):
     commit(run, "extract", **{**HIDDEN_STATES, field: wrong})
     with pytest.raises(ManifestInvalid) as caught:
-        gate(run, "extract")
+        gated(run, "extract")
     # Ids and their number are compared with one another: either may be named.
     assert field in caught.value.field or {field, "num_layers_captured"} == {
         "layer_ids",
@@ -120,31 +121,31 @@ def test_hidden_states_that_say_something_else_of_themselves_are_refused(run, fi
 def test_two_verifiers_are_refused_by_the_fact_that_differs(ready, field):
     other = msgspec.structs.replace(VERIFIER, **{field: "0" if field == "fingerprint" else 1})
     rewrite(ready, "vocab", verifier=other)
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(ready, "vocab")}
     with pytest.raises(ManifestInvalid, match=rf"verifier\.{field}.*as input states has it"):
-        artifacts.cross_check(inputs)
+        cross_check(inputs)
 
 
 def test_the_same_weights_from_another_commit_are_the_same_verifier(ready):
     rewrite(ready, "vocab", verifier=msgspec.structs.replace(VERIFIER, commit="a" * 40))
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
-    artifacts.cross_check(inputs)
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(ready, "vocab")}
+    cross_check(inputs)
 
 
 def test_two_tokenizers_are_refused(ready):
     rewrite(ready, "vocab", tokenizer=msgspec.structs.replace(TOKENIZER, size=9))
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(ready, "vocab")}
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(ready, "vocab")}
     with pytest.raises(ManifestInvalid, match=r"tokenizer\.size"):
-        artifacts.cross_check(inputs)
+        cross_check(inputs)
 
 
 def test_inputs_made_from_other_rows_are_refused(ready, run):
     other = open_store(f"{run.url}-other")
     rows = commit(other, "prepare", identity="other rows")
     commit(other, "vocab", inputs={"rows": rows})
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(other, "vocab")}
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(other, "vocab")}
     with pytest.raises(ManifestInvalid, match=r"inputs\.rows\.digest"):
-        artifacts.cross_check(inputs)
+        cross_check(inputs)
 
 
 def test_states_of_prepared_rows_and_a_mapping_of_regenerated_ones_are_refused(ready, run):
@@ -153,23 +154,23 @@ def test_states_of_prepared_rows_and_a_mapping_of_regenerated_ones_are_refused(r
     regenerated = commit(run, "regenerate", inputs={"rows": rows})
     other = open_store(f"{run.url}-other")
     commit(other, "vocab", inputs={"rows": regenerated})
-    inputs = {"states": gate(ready, "extract"), "vocab": gate(other, "vocab")}
+    inputs = {"states": gated(ready, "extract"), "vocab": gated(other, "vocab")}
     with pytest.raises(ManifestInvalid, match=r"inputs\.rows\.digest.*regenerate"):
-        artifacts.cross_check(inputs)
+        cross_check(inputs)
 
 
 @pytest.mark.parametrize("field", ["verifier", "tokenizer"])
 def test_an_artefact_that_does_not_say_whose_it_is_is_refused(ready, field):
     rewrite(ready, "vocab", **{field: None})
     with pytest.raises(ManifestInvalid, match=field):
-        gate(ready, "vocab")
+        gated(ready, "vocab")
 
 
 def test_an_input_replaced_since_another_was_made_from_it_is_refused(ready):
     rewrite(ready, "verifier", identity="a later one")
-    inputs = {"states": gate(ready, "extract"), "verifier": gate(ready, "verifier")}
+    inputs = {"states": gated(ready, "extract"), "verifier": gated(ready, "verifier")}
     with pytest.raises(ManifestInvalid, match=r"inputs\.verifier\.digest"):
-        artifacts.cross_check(inputs)
+        cross_check(inputs)
 
 
 def test_the_one_missing_object_of_thousands_is_named(run):
@@ -182,10 +183,10 @@ def test_the_one_missing_object_of_thousands_is_named(run):
         artifact="prepare", identity="i", files=files, verifier=VERIFIER, tokenizer=TOKENIZER
     )
     artifacts.commit(store, manifest)
-    gate(run, "prepare")
+    gated(run, "prepare")
     store.delete(names[1234])
     with pytest.raises(ManifestInvalid, match=names[1234]):
-        gate(run, "prepare")
+        gated(run, "prepare")
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -308,7 +309,7 @@ def test_a_damaged_index_is_refused_by_the_gate(run, damage):
             lines[:-1] if damage == "cut" else lines.replace(b'"samples":1', b'"samples":2', 1),
         )
     with pytest.raises(ManifestInvalid, match=r"data_config\.json: index: wanted files-"):
-        gate(run, "extract")
+        gated(run, "extract")
 
 
 def test_an_index_of_another_number_of_objects_is_refused(run):
@@ -317,7 +318,7 @@ def test_an_index_of_another_number_of_objects_is_refused(run):
     manifest["index"]["objects"] += 1
     run.write_bytes("extract/data_config.json", msgspec.json.encode(manifest))
     with pytest.raises(ManifestInvalid, match=r"1002 objects, found .* 1001 objects"):
-        gate(run, "extract")
+        gated(run, "extract")
 
 
 def test_the_gate_takes_a_hundred_thousand_objects_with_little_memory(run, monkeypatch):
@@ -325,7 +326,7 @@ def test_the_gate_takes_a_hundred_thousand_objects_with_little_memory(run, monke
     found = [ObjectInfo(path=f"hidden-{i:06d}.safetensors", bytes=1) for i in range(100_000)]
     monkeypatch.setattr(Store, "list", lambda self: found)
     tracemalloc.start()
-    assert gate(run, "extract").manifest.total_samples == 100_000
+    assert gated(run, "extract").manifest.total_samples == 100_000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 120 * 2**20

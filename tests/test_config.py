@@ -89,11 +89,25 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(raw, field, hint):
         ("prepare__data", "a.jsonl"),
         ("evaluate", None),
         ("inputs", ["train.states"]),
+        ("train__learning_rate", float("inf")),
+        ("train__learning_rate", float("nan")),
+        ("regenerate__temperature", float("inf")),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_is_refused_by_its_field(name, value):
     error = refusal(with_fields(**{name: value}))
     assert error.field == name.replace("__", ".")
+
+
+def test_what_is_wrong_is_said_in_the_words_of_yaml():
+    error = refusal(with_fields(prepare__data="chats.jsonl"))
+    assert error.found == "expected a list, got text"
+
+
+def test_a_local_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert refusal(with_fields(verifier__source="model")).field == "verifier.serving_name"
 
 
 @pytest.mark.parametrize("raw", [None, [], "text", 3])

@@ -13,6 +13,7 @@ from eagle3.conversations.records import encode_lines
 from eagle3.errors import AcceptanceInvalid, ConfigError, ManifestInvalid, UpstreamMissing
 from eagle3.evaluation import PLAIN, TRAINED, UNTRAINED
 from eagle3.store import open_store
+from eagle3.upstream import gate
 from jobs.evaluate import draft_folder, story
 from tests.evaluable import TOKENIZER, VERIFIER, Killed, Scripted, World, asked
 
@@ -31,7 +32,7 @@ def world(tmp_path: Path) -> World:
 def test_an_evaluation_says_what_was_accepted_and_commits_it(world, engines, capsys):
     line = story(world.run(), engines)
     assert "acceptance length 3.00 on 10 held-out prompts" in line
-    manifest = artifacts.gate(world.store.child("evaluate").url, ("evaluate",)).manifest
+    manifest = gate(world.store.child("evaluate").url, ("evaluate",)).manifest
     assert manifest.facts["acceptance_length_trained"] == 3.0
     assert manifest.facts["acceptance_length_untrained"] == 1.0
     assert manifest.facts["acceptance_per_position"] == [1.0, 1.0, 0.0]

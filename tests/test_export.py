@@ -273,6 +273,19 @@ class TestStory:
         with pytest.raises(ManifestInvalid, match="trained with"):
             export.story(stage_run("export", store, config("llama")))
 
+    @pytest.mark.parametrize("name", ["mapping_sha256", "aux_layer_ids", "norm_output"])
+    def test_a_training_that_does_not_say_what_it_was(
+        self, llama: Store, tmp_path: Path, name: str
+    ) -> None:
+        store = copy_of(llama, tmp_path)
+        facts = dict(artifact_at(store, "train").manifest.facts)
+        del facts[name]
+        recommit(store, "train", facts=facts)
+        for info in [*store.list("export"), *store.list("work/export")]:
+            store.delete(info.path)
+        with pytest.raises(ManifestInvalid, match=f"facts.{name}"):
+            export.story(stage_run("export", store, config("llama")))
+
     def test_an_altered_draft_is_never_exported(self, llama: Store, tmp_path: Path) -> None:
         store = copy_of(llama, tmp_path)
         path = "train/draft/model.safetensors"

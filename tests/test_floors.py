@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.progress",
         "eagle3.lineage",
         "eagle3.ordering",
+        "eagle3.upstream",
     ),
     # 2, pure work on the CPU.
     (

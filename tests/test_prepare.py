@@ -58,6 +58,7 @@ def write_config(tmp_path: Path, verifier: Path, *data: Path | str, **settings: 
             "max_seq_len": 256,
             **settings,
         },
+        "vocab": {"draft_vocab_size": 128},
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -217,14 +218,54 @@ def test_a_source_is_counted_and_hashed_from_any_store(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_changes_between_its_two_readings_is_noticed(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(3)])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("limit", [2, 3, 9])
+def test_a_file_that_changes_between_its_two_readings_is_noticed(
+    tmp_path: Path, form: str, limit: int
+) -> None:
+    def write(index: int) -> None:
+        rows = [chat(0), chat(index), chat(2)]
+        if form == "jsonl":
+            write_jsonl(path, rows)
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+    path = tmp_path / f"a.{form}"
+    write(1)
     source = Source(str(path))
     source.measure()
-    assert len(list(source.rows())) == 3
-    path.write_bytes(path.read_bytes().replace(b"chat 1", b"chat 7"))
+    assert len(list(source.rows(limit))) == min(limit, 3)
+    write(7)
     with pytest.raises(ConversationsInvalid, match="as when the stage began"):
-        list(source.rows())
+        list(source.rows(limit))
+
+
+def test_a_parquet_column_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": broken, "messages": broken}), path)
+    with pytest.raises(ConversationsInvalid, match="a whole file"):
+        list(Source(str(path)).rows())
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "words"),
+    [
+        ("vocab", {"draft_vocab_size": 513}, "vocab.draft_vocab_size: wanted at most 512"),
+        ("vocab", {"draft_vocab_size": 1}, "vocab.draft_vocab_size: wanted at least"),
+        ("prepare", {"max_seq_len": 2048}, "prepare.max_seq_len: wanted at most 2047"),
+    ],
+)
+def test_what_later_stages_would_refuse_is_refused_at_once(
+    tmp_path: Path, verifier: Path, section: str, value: dict[str, Any], words: str, capsys: Any
+) -> None:
+    config = write_config(tmp_path, verifier, write_jsonl(tmp_path / "a.jsonl", [chat(0)]))
+    raw = yaml.safe_load(config.read_text())
+    raw[section] = {**raw.get(section, {}), **value}
+    config.write_text(yaml.safe_dump(raw))
+    assert run_prepare(config, tmp_path / "run") == 64
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run/work").exists(), "nothing was claimed"
 
 
 def test_a_file_that_is_not_there_is_a_fault_of_the_configuration(tmp_path: Path) -> None:

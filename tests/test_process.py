@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -139,6 +140,31 @@ def test_a_commit_records_lineage_settings_and_versions(arguments, monkeypatch):
     assert manifest.produced_by["git"] == "abc123"
     assert manifest.created_at
     assert manifest.measured["seconds"] >= 0
+
+
+def test_nothing_is_committed_that_names_a_lost_object(arguments, capsys):
+    def story(run: StageRun) -> str:
+        entry = artifacts.put(run.output(), "part", b"bytes")
+        run.output().delete("part")
+        run.commit(Manifest(artifact="train", identity=run.claim(), files=(entry,)))
+        return "done"
+
+    assert run_stage("train", story, arguments) == 65
+    assert "delete the record in work/train/units" in capsys.readouterr().err
+    assert artifacts.find(open_store(arguments[3]).child("train")) is None
+
+
+def test_a_full_scratch_disk_is_one_sentence(arguments, capsys):
+    def story(run: StageRun) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    assert run_stage("train", story, arguments) == 78
+    assert "set TMPDIR to a larger disk" in capsys.readouterr().err
+
+
+def test_a_store_that_dies_with_the_process_is_refused(arguments, capsys):
+    assert run_stage("train", lambda run: "never", [*arguments[:2], "--store", "memory://x"]) == 64
+    assert "outlives this process" in capsys.readouterr().err
 
 
 def test_other_settings_on_the_same_prefix_are_refused(arguments, tmp_path, capsys):

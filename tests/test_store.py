@@ -430,7 +430,7 @@ class TestS3(SharedStoreContract):
 
     def test_a_server_that_is_away_can_be_tried_again(self, url, monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        monkeypatch.setattr("eagle3.store._RETRIES", 1)
+        monkeypatch.setattr("eagle3.store.urls._RETRIES", 1)
         self.refuses(url, ServiceUnavailable, 69)
 
     def test_an_endpoint_that_is_no_url_names_the_variable(self, url, monkeypatch):
@@ -459,6 +459,15 @@ class Forgetful(MemoryFileSystem):
         return super().pipe_file(path, value, mode="overwrite", **kwargs)
 
 
+class Needy(MemoryFileSystem):
+    """Wants more than a URL says, as ftp wants a host."""
+
+    protocol = "needy"
+
+    def __init__(self, host, **options):
+        super().__init__(**options)
+
+
 def test_a_backend_where_two_writers_both_win_is_refused_for_writing():
     fsspec.register_implementation("forgetful", f"{__name__}.Forgetful", clobber=True)
     with pytest.raises(EnvironmentMisconfigured, match="only one of two writers"):
@@ -466,11 +475,25 @@ def test_a_backend_where_two_writers_both_win_is_refused_for_writing():
 
 
 @pytest.mark.parametrize(
-    "url", ["s4://bucket/run", "C://x", "s3://", "memory://", "file://runs/demo"]
+    "url",
+    ["s4://bucket/run", "C://x", "s3://", "memory://", "file://runs/demo", "a\0b", "s3://b/\n"],
 )
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigError):
         open_store(url)
+
+
+def test_a_backend_that_cannot_be_written_is_one_sentence():
+    with pytest.raises(ServiceUnavailable, match="Connect call failed"):
+        open_store("http://127.0.0.1:1/run").probe()
+    fsspec.register_implementation("needy", f"{__name__}.Needy", clobber=True)
+    with pytest.raises(ConfigError, match="nothing but a URL"):
+        open_store("needy://run").probe()
+
+
+def test_a_server_that_is_away_is_no_missing_file():
+    with pytest.raises(ServiceUnavailable):
+        open_store("http://127.0.0.1:1").size("chats.jsonl")
 
 
 def test_a_scheme_whose_package_is_missing_is_named():

@@ -27,6 +27,7 @@ from eagle3.verifier import (
     default_layer_ids,
     load_verifier_artifact,
     open_verifier,
+    reopen_verifier,
 )
 from eagle3.verifier.files import VerifierFiles
 from eagle3.verifier.fingerprint import chosen
@@ -314,6 +315,44 @@ class TestB88Identity:
         assert opened(llama).facts().fingerprint != before.fingerprint
         with pytest.raises(VerifierInvalid, match="fingerprint"):
             open_verifier(VerifierConfig(source=str(llama)), before)
+
+    def test_weights_beside_the_only_file_are_refused(self, llama: Path) -> None:
+        shutil.copy(llama / "model.safetensors", llama / "model_old.safetensors")
+        with pytest.raises(VerifierInvalid, match=r"model_old\.safetensors.*load over it"):
+            opened(llama).facts()
+
+    @pytest.mark.parametrize("value", [None, "false", 1])
+    def test_a_tie_that_is_neither_true_nor_false_is_refused(
+        self, llama: Path, value: object
+    ) -> None:
+        config = json.loads((llama / "config.json").read_text())
+        (llama / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": value}))
+        with pytest.raises(VerifierInvalid, match="tie_word_embeddings: wanted true or false"):
+            opened(llama)
+
+    @pytest.mark.parametrize("key", ["lm_head__weight", "model__norm__weight"])
+    @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+    def test_a_tensor_of_nothing_is_refused(self, llama: Path, key: str, value: float) -> None:
+        name = key.replace("__", ".")
+        tensor = load_file(llama / "model.safetensors")[name]
+        edit_tensors(llama, **{key: torch.full_like(tensor, value)})
+        with pytest.raises(VerifierInvalid, match=f"{name}: wanted finite numbers"):
+            opened(llama).three_tensors()
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+    @pytest.mark.parametrize("change", ["edited", "deleted"])
+    def test_other_files_that_decide_about_answers_are_refused(
+        self, llama: Path, tmp_path: Path, name: str, change: str
+    ) -> None:
+        config = VerifierConfig(source=str(llama))
+        artifact = committed(open_verifier(config), tmp_path / "run")
+        reopen_verifier(config, artifact)
+        text = (llama / name).read_text()
+        (llama / name).write_text(text.replace("{", "{ ", 1))
+        if change == "deleted":
+            (llama / name).unlink()
+        with pytest.raises(VerifierInvalid, match=f"{name}: wanted .* the data was prepared"):
+            reopen_verifier(config, artifact)
 
     def test_a_weight_file_cut_short_is_found_although_no_tensor_of_it_is_used(
         self, kimi: Path

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle3.artifact import Artifact
-from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
+from eagle3.errors import ConfigError, IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME
 from eagle3.shards import read_rows
 from eagle3.store import open_store
@@ -173,3 +173,12 @@ def test_a_size_that_does_not_fit_ends_with_64_and_one_sentence(
         "found 5000; lower it.\n"
     )
     assert not (folder / "store" / "vocab" / MANIFEST_NAME).exists()
+
+
+def test_a_size_that_cannot_be_is_not_held_against_the_next_one(folder: Path) -> None:
+    right, wrong = f"draft_vocab_size: {D}", "draft_vocab_size: 513"
+    edit(folder / "run.yaml", lambda text: text.replace(right, wrong))
+    with pytest.raises(ConfigError, match="at most 512"):
+        vocab.story(run_of(folder))
+    edit(folder / "run.yaml", lambda text: text.replace(wrong, right))
+    assert done(folder).manifest.facts["draft_vocab_size"] == D

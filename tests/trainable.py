@@ -21,6 +21,7 @@ from eagle3.manifest import FileEntry, InputRef, Manifest, totals
 from eagle3.shards import Sample, encode_samples, header_sha256_of
 from eagle3.stages import stage_named
 from eagle3.store import Store, open_store, sha256_of_file
+from eagle3.upstream import cross_check, gate
 from eagle3.verifier import open_verifier
 from eagle3.vocab import MAPPING_NAME, Mapping, build_mapping, encode, mapping_sha256
 from jobs.process import StageRun
@@ -68,11 +69,8 @@ def config_of(**train: Any) -> RunConfig:
 def stage_run(stage: str, store: Store, config: RunConfig) -> StageRun:
     """What a stage's story is given, its inputs taken from the run's own prefixes."""
     found = stage_named(stage)
-    inputs = {
-        name: artifacts.gate(store.child(kinds[0]).url, kinds)
-        for name, kinds in found.reads.items()
-    }
-    artifacts.cross_check(inputs)
+    inputs = {name: gate(store.child(kinds[0]).url, kinds) for name, kinds in found.reads.items()}
+    cross_check(inputs)
     return StageRun(stage=found, config=config, store=store, inputs=inputs)
 
 

@@ -79,7 +79,7 @@ def _chunks(sources: Sequence[Source], num_rows: int) -> Iterator[_Chunk]:
     left = num_rows
     for index, source in enumerate(sources):
         form = FormOfFile(source.url)
-        rows = itertools.islice(source.rows(), left)
+        rows = source.rows(left)
         while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
             left -= len(chunk)
             form.learn(chunk)

@@ -11,6 +11,7 @@ import fnmatch
 import gzip
 import hashlib
 import io
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -121,28 +122,35 @@ class Source:
         if self._format == "parquet":
             with self._broken_as_invalid():
                 rows = pyarrow.parquet.ParquetFile(self._open()).metadata.num_rows
-            return self._facts(self._store.sha256(self._name)), rows
+            self._measured = self._store.sha256(self._name)
+            return self._facts(self._measured), rows
         digest = hashlib.sha256()
         rows = sum(1 for _ in self._lines(digest))
         self._measured = digest.hexdigest()
         return self._facts(self._measured), rows
 
-    def rows(self) -> Iterator[RawRow]:
-        """Every row in order.
+    def rows(self, limit: int = sys.maxsize) -> Iterator[RawRow]:
+        """The first `limit` rows in order. The file is read to its end all the same.
 
         Raises ConversationsInvalid for a file that breaks off, or that is no longer the one
-        that was measured (of lines, known when all have been read).
+        that was measured, which is known when all of it has been read.
         """
-        if self._format == "parquet":
-            yield from self._records()
-            return
         digest = hashlib.sha256()
-        yield from self._lines(digest)
-        if self._measured not in (None, digest.hexdigest()):
+        every = self._records() if self._format == "parquet" else self._lines(digest)
+        for number, row in enumerate(every):
+            if number < limit:
+                yield row
+            elif self._format == "parquet":
+                break
+        if self._measured is None:
+            return
+        parquet = self._format == "parquet"
+        found = self._store.sha256(self._name) if parquet else digest.hexdigest()
+        if self._measured != found:
             raise ConversationsInvalid(
                 self.url,
-                wanted=f"sha256 {str(self._measured)[:16]}, as when the stage began",
-                found=digest.hexdigest()[:16],
+                wanted=f"sha256 {self._measured[:16]}, as when the stage began",
+                found=found[:16],
                 remedy="run prepare again, on files that nobody is writing",
             )
 
@@ -187,7 +195,8 @@ class Source:
 class _BrokenAsInvalid:
     """Turns what the formats' readers raise on a cut or altered file into one of our errors."""
 
-    _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException)
+    # A column of text may hold bytes that are none.
+    _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException, UnicodeDecodeError)
 
     def __init__(self, url: str) -> None:
         self._url = url

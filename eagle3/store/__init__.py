@@ -26,18 +26,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import fsspec
 
 from eagle3.errors import ConfigError, EnvironmentMisconfigured
 from eagle3.store import faults, local, parts
+from eagle3.store.urls import EXCLUSIVE_BY_BACKEND, open_client, split_url
 
-# s3fs sends If-None-Match for mode="create"; the memory store checks under our lock.
-_EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
+# The memory store, which checks and writes in two steps.
 _MEMORY_LOCK = threading.Lock()
 _HASH_CHUNK = 8 * 2**20
-_RETRIES = 6
 # An object of twice this or more goes up in parts; S3 has a least of 5 MiB, and 10,000 parts.
 _PART_BYTES = 50 * 2**20
 
@@ -55,7 +51,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         """Args: url: any fsspec URL, or a local path. Raises ConfigError for an unknown scheme."""
-        scheme, root = _split_url(url)
+        scheme, root = split_url(url)
         self.scheme = scheme
         self._root = root
         self._clients: dict[int, Any] = {}
@@ -63,7 +59,7 @@ class Store:
     @property
     def url(self) -> str:
         """The prefix as a full URL, without a trailing slash."""
-        return f"{self.scheme}://{self._root}"
+        return self._root if "://" in self._root else f"{self.scheme}://{self._root}"
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -210,8 +206,8 @@ class Store:
         PermissionRefused, ServiceUnavailable or EnvironmentMisconfigured.
         """
         path = f".probe-{secrets.token_hex(8)}"
+        self._probe_writing(path)
         try:
-            self.create_bytes(path, b"first")
             if self.read_bytes(path) != b"first":
                 raise EnvironmentMisconfigured(
                     self.url,
@@ -220,10 +216,21 @@ class Store:
                     remedy="use another store",
                 )
             self._probe_exclusion(self._create, path, "an object")
-            if self.scheme in _EXCLUSIVE_BY_BACKEND:
+            if self.scheme in EXCLUSIVE_BY_BACKEND:
                 self._probe_exclusion(self._create_in_parts, path, "an object of several parts")
         finally:
             self.delete(path)
+
+    def _probe_writing(self, path: str) -> None:
+        try:
+            self.create_bytes(path, b"first")
+        except (NotImplementedError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                self.url,
+                wanted="a store that can be written",
+                found=f"a backend ({self.scheme}) that cannot",
+                remedy="use file:// or s3://",
+            ) from error
 
     def _probe_exclusion(self, create: Callable[[str, bytes], None], path: str, what: str) -> None:
         try:
@@ -252,7 +259,7 @@ class Store:
     def _fs(self) -> Any:
         client = self._clients.get(os.getpid())
         if client is None:
-            client = self._clients[os.getpid()] = _open_client(self.scheme)
+            client = self._clients[os.getpid()] = open_client(self.scheme)
         return client
 
     def _create(self, path: str, data: bytes) -> None:
@@ -262,7 +269,7 @@ class Store:
             with _MEMORY_LOCK:
                 self._fs.pipe_file(self._path(path), data, mode="create")
         else:
-            of = {"chunksize": _PART_BYTES} if self.scheme in _EXCLUSIVE_BY_BACKEND else {}
+            of = {"chunksize": _PART_BYTES} if self.scheme in EXCLUSIVE_BY_BACKEND else {}
             with faults.refused_precondition_is_exists(path):
                 self._fs.pipe_file(self._path(path), data, mode="create", **of)
 
@@ -273,7 +280,7 @@ class Store:
     def _create_from_file(self, source: Path, path: str) -> None:
         if self.scheme == "file":
             local.copy(source, Path(self._path(path)), exclusive=True)
-        elif self.scheme in _EXCLUSIVE_BY_BACKEND:
+        elif self.scheme in EXCLUSIVE_BY_BACKEND:
             with faults.refused_precondition_is_exists(path):
                 self._fs.put_file(
                     str(source), self._path(path), mode="create", chunksize=_PART_BYTES
@@ -297,48 +304,3 @@ def sha256_of_file(path: Path) -> str:
     """Hash of a local file's bytes."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _split_url(url: str) -> tuple[str, str]:
-    if "://" not in url:
-        return "file", str(Path(url).expanduser().absolute())
-    parts = urlsplit(url)
-    known = set(fsspec.available_protocols())
-    if parts.scheme not in known:
-        raise ConfigError(
-            url,
-            wanted="a URL with a scheme that fsspec knows, such as file:// or s3://",
-            found=f"{parts.scheme}://",
-            remedy="correct the scheme",
-        )
-    rest = url.split("://", 1)[1].rstrip("/")
-    if parts.scheme in ("file", "local") and parts.netloc:
-        raise ConfigError(
-            url,
-            wanted="a whole path, as in file:///data/run",
-            found=f"a host, {parts.netloc}",
-            remedy="write three slashes, or the path alone",
-        )
-    if parts.scheme in ("file", "local"):
-        return "file", "/" + rest.lstrip("/")
-    if not rest:
-        raise ConfigError(
-            url, wanted="a bucket or a prefix", found="nothing", remedy="name one after ://"
-        )
-    return parts.scheme, rest
-
-
-def _open_client(scheme: str) -> Any:
-    """A client of its own for this process, with every cache off."""
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    if scheme in _EXCLUSIVE_BY_BACKEND:
-        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": _RETRIES}}
-    try:
-        return fsspec.filesystem(scheme, **options)
-    except ImportError as error:
-        raise EnvironmentMisconfigured(
-            f"{scheme}://",
-            wanted="the package that serves this scheme",
-            found=faults.first_line(error),
-            remedy="install it beside eagle3",
-        ) from error

@@ -34,13 +34,14 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
     except FileExistsError:
         raise
     except FileNotFoundError as error:
+        _refuse_if_away(where, error.__cause__)
         if not writing:
             raise
         raise ConfigError(
             where,
-            wanted="a bucket that exists",
+            wanted="a bucket, or a folder that can be made",
             found=first_line(error),
-            remedy="create the bucket, or correct the URL",
+            remedy="create the bucket or folder, or correct the URL",
         ) from error
     except (NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError(
@@ -78,6 +79,17 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="check the endpoint (AWS_ENDPOINT_URL) and the bucket, and try again",
         ) from error
+
+
+def _refuse_if_away(where: str, cause: BaseException | None) -> None:
+    """A server that cannot be reached is told as a missing file by some backends."""
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+        raise ServiceUnavailable(
+            where,
+            wanted="an answer from the server",
+            found=first_line(cause),
+            remedy="check the address, and try again",
+        ) from cause
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ only three tensors are read (embedding, final norm, lm_head), which is all that 
 """
 
 from eagle3.verifier.loaded import LoadedVerifier, load_verifier_artifact
-from eagle3.verifier.opened import Verifier, open_verifier
+from eagle3.verifier.opened import Verifier, open_verifier, reopen_verifier
 from eagle3.verifier.text_model import (
     CONFIG_NAME,
     TENSORS_NAME,
@@ -26,4 +26,5 @@ __all__ = [
     "default_layer_ids",
     "load_verifier_artifact",
     "open_verifier",
+    "reopen_verifier",
 ]

@@ -119,9 +119,15 @@ def resolve_text_config(config: Mapping[str, Any], where: str) -> dict[str, Any]
     text = {key: value for key, value in source.items() if key not in _NOT_OF_THE_THREE}
     text["model_type"] = family.text_model_type
     text["architectures"] = [family.text_architecture]
-    text["tie_word_embeddings"] = bool(
-        source.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    )
+    tied = source.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if not isinstance(tied, bool):
+        raise VerifierInvalid(
+            f"{where}: tie_word_embeddings",
+            wanted="true or false",
+            found=repr(tied),
+            remedy="bring the config.json that was published with the weights",
+        )
+    text["tie_word_embeddings"] = tied
     for field in _NEEDED:
         if not isinstance(text.get(field), int) or text[field] < 1:
             raise VerifierInvalid(

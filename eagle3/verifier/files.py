@@ -56,6 +56,10 @@ class VerifierFiles:
         except FileNotFoundError as error:
             raise self._missing(name) from error
 
+    def sha256(self, name: str) -> str:
+        """Hash of a small file's bytes."""
+        return self.store.sha256(name)
+
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Bytes start to end (exclusive) by one ranged request, all of them.
 

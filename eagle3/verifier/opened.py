@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import save_file
 
+from eagle3.artifact import Artifact
 from eagle3.config import VerifierConfig
 from eagle3.errors import VerifierInvalid
 from eagle3.manifest import TokenizerFacts, VerifierFacts
@@ -88,6 +89,25 @@ class Verifier(TextModel):
                     remedy="name the same verifier and revision, or prepare again",
                 )
 
+    def must_have(self, artifact: Artifact) -> None:
+        """Refuse other tokenizer files or another generation_config.json than the artefact's.
+
+        An engine reads the ids that end an answer from them. Raises VerifierInvalid.
+        """
+        here = {name for name in self.files.names() if _is_copied(name)}
+        entries = {entry.path: entry for entry in artifact.manifest.files}
+        there = {name for name in entries if _is_copied(name)}
+        for name in sorted(here | there):
+            found = self.files.sha256(name) if name in here else "no such file"
+            wanted = entries[name].sha256 if name in there else "no such file"
+            if found != wanted:
+                raise VerifierInvalid(
+                    f"{self.files.where}/{name}",
+                    wanted=f"{wanted[:16]}, with which the data was prepared",
+                    found=found[:16],
+                    remedy="bring back the file that was there, or prepare again",
+                )
+
     def pinned(self, config: VerifierConfig) -> VerifierConfig:
         """The configuration by which another process opens this one, at the same commit."""
         return msgspec.structs.replace(config, revision=self.files.revision or config.revision)
@@ -99,6 +119,14 @@ class Verifier(TextModel):
     def three_tensors(self) -> ThreeTensors:
         """Read the three tensors. Raises VerifierInvalid where one is missing or misshapen."""
         loaded = {name: self._weights.load(tensor) for name, tensor in self._stored.items()}
+        for name, values in loaded.items():
+            if not (bool(values.isfinite().all()) and bool(values.any())):
+                raise VerifierInvalid(
+                    f"{self.files.where}: {self._stored[name].key}",
+                    wanted="finite numbers, not all of them zero",
+                    found="all zero" if values.isfinite().all() else "one that is not finite",
+                    remedy="download the file again",
+                )
         return ThreeTensors(
             embed=loaded["embed"],
             norm=loaded["norm"],
@@ -120,7 +148,7 @@ class Verifier(TextModel):
         tokenizer, source = self._tokenizer, self.tokenizer_folder
         for path in sorted(p for p in source.rglob("*") if p.is_file()):
             name = path.relative_to(source).as_posix()
-            if tokenizers.is_tokenizer_file(name) or name == tokenizers.GENERATION_CONFIG_NAME:
+            if tokenizers.is_template_file(name) or _is_copied(name):
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
@@ -221,3 +249,20 @@ def open_verifier(config: VerifierConfig, wanted: VerifierFacts | None = None) -
     if wanted is not None:
         verifier.must_be(wanted)
     return verifier
+
+
+def reopen_verifier(config: VerifierConfig, artifact: Artifact) -> Verifier:
+    """Open the verifier from which a committed `verifier/` artefact was made, for an engine.
+
+    Raises as `open_verifier`, and VerifierInvalid where any file that decides about answers is
+    another by now.
+    """
+    assert artifact.manifest.verifier is not None, "the gate has checked it"
+    verifier = open_verifier(config, artifact.manifest.verifier)
+    verifier.must_have(artifact)
+    return verifier
+
+
+def _is_copied(name: str) -> bool:
+    """Whether the artefact holds this file byte for byte; a template is written anew."""
+    return tokenizers.is_vocabulary_file(name) or name == tokenizers.GENERATION_CONFIG_NAME

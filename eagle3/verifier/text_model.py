@@ -61,6 +61,14 @@ class TextModel:
         return int(self.text_config["vocab_size"])
 
     @property
+    def longest_context(self) -> int | None:
+        """Tokens that the model takes; None where positions are scaled and it is not plain."""
+        scaled = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling")
+        kind = (scaled or {}).get("rope_type", "default")
+        longest = self.text_config.get("max_position_embeddings")
+        return int(longest) if longest and kind == "default" else None
+
+    @property
     def tokenizer_folder(self) -> Path:
         """A local folder with the tokenizer's files and config.json."""
         raise NotImplementedError

@@ -148,6 +148,14 @@ class Weights:
                 found=others[0] if others else "no weights",
                 remedy="bring the checkpoint in the Hugging Face layout, as safetensors",
             )
+        beside = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))
+        if others := [name for name in beside if name != SINGLE_NAME]:
+            raise VerifierInvalid(
+                f"{self._files.where}/{others[0]}",
+                wanted=f"{SINGLE_NAME} alone, where there is no {INDEX_NAME}",
+                found="this file too, which an engine would load over it",
+                remedy="move it away",
+            )
         found = self.file(SINGLE_NAME)
         return found.header, {tensor.key: SINGLE_NAME for tensor in found.tensors}
 

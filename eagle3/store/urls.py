@@ -1,0 +1,76 @@
+"""URLs of stores, and the clients that serve them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from eagle3.errors import ConfigError, EnvironmentMisconfigured
+from eagle3.store import faults
+
+# s3fs sends If-None-Match for mode="create".
+EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
+_RETRIES = 6
+_WHOLE_URLS = frozenset({"http", "https"})
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """(scheme, root) of an fsspec URL or a local path. Raises ConfigError."""
+    if not url.isprintable():
+        raise ConfigError(
+            repr(url), wanted="a URL or a path", found="a control character", remedy="correct it"
+        )
+    if "://" not in url:
+        return "file", str(Path(url).expanduser().absolute())
+    parts = urlsplit(url)
+    known = set(fsspec.available_protocols())
+    if parts.scheme not in known:
+        raise ConfigError(
+            url,
+            wanted="a URL with a scheme that fsspec knows, such as file:// or s3://",
+            found=f"{parts.scheme}://",
+            remedy="correct the scheme",
+        )
+    rest = url.split("://", 1)[1].rstrip("/")
+    if parts.scheme in ("file", "local") and parts.netloc:
+        raise ConfigError(
+            url,
+            wanted="a whole path, as in file:///data/run",
+            found=f"a host, {parts.netloc}",
+            remedy="write three slashes, or the path alone",
+        )
+    if parts.scheme in ("file", "local"):
+        return "file", "/" + rest.lstrip("/")
+    if not rest:
+        raise ConfigError(
+            url, wanted="a bucket or a prefix", found="nothing", remedy="name one after ://"
+        )
+    # Where the scheme is part of the protocol, its client wants it in every path.
+    return parts.scheme, f"{parts.scheme}://{rest}" if parts.scheme in _WHOLE_URLS else rest
+
+
+def open_client(scheme: str) -> Any:
+    """A client of its own for this process, with every cache off."""
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme in EXCLUSIVE_BY_BACKEND:
+        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": _RETRIES}}
+    try:
+        return fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        raise EnvironmentMisconfigured(
+            f"{scheme}://",
+            wanted="the package that serves this scheme",
+            found=faults.first_line(error),
+            remedy="install it beside eagle3",
+        ) from error
+    except (TypeError, ValueError) as error:
+        # Some backends want a host, a token or a name that a URL here does not carry.
+        raise ConfigError(
+            f"{scheme}://",
+            wanted="a scheme that needs nothing but a URL and the environment",
+            found=faults.first_line(error),
+            remedy="use file:// or s3://",
+        ) from error
