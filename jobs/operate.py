@@ -94,7 +94,9 @@ def scale(run: InstalledRun, cluster: Cluster, stage: str, workers: int) -> str:
             remedy=f"set stages.{stage}.workers in the values of the next run",
         )
     before = job["spec"]["parallelism"]
-    cluster.patch_job(name, {"spec": {"parallelism": workers, "completions": workers}})
+    # The API refuses to let more indexes fail than there are.
+    wanted = {"parallelism": workers, "completions": workers, "maxFailedIndexes": workers}
+    cluster.patch_job(name, {"spec": wanted})
     return f"{stage}: {before} -> {workers} workers"
 
 
