@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -11,7 +12,12 @@ from tests.cluster.places import cache, logs
 
 
 def build() -> None:
-    """Build what is absent; where this machine cannot, say why, which the tests say again."""
+    """Build what is absent, unless KUBECONFIG names a cluster to use.
+
+    A machine that cannot have it is told why, and the tests that are skipped say it again.
+    """
+    if os.environ.get("KUBECONFIG"):
+        return
     if reason := machine.foundation():
         print(f"testbed: no cluster here, and its tests are skipped: {reason}.")
         return

@@ -149,11 +149,16 @@ def absent() -> list[GoPrograms | Clients]:
 
 
 def program(name: str, *, of: str = "") -> str:
-    """The path of a built program; `of` names the group where two have one of that name."""
+    """The path of a built program, or else of one on the PATH.
+
+    `of` names the group where two have one of that name, and then only a built one serves.
+    """
     for programs in PROGRAMS:
         path = programs.folder / name
         if of in ("", programs.name) and path.exists():
             return str(path)
+    if not of and (found := shutil.which(name)):
+        return found
     raise NotBuilt(f"{name} is not built; run `make testbed`")
 
 

@@ -49,7 +49,7 @@ class Cluster:
         Raises:
             CommandFailed: with what it said on its error output.
         """
-        group = {3: "clients-helm3", 4: "clients"}[major]
+        group = {3: "clients-helm3", 4: "clients" if self.ours else ""}[major]
         return self._run([program("helm", of=group), *arguments], None)
 
     def get(self, *arguments: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 
@@ -14,13 +15,12 @@ from tests.cluster.testbed import Unavailable, running_cluster
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A running cluster; that of KUBECONFIG, where it is given."""
-    try:
-        context = running_cluster()
-        running = context.__enter__()
-    except Unavailable as reason:
-        pytest.skip(f"{reason}.")
-    yield running
-    context.__exit__(None, None, None)
+    with contextlib.ExitStack() as running:
+        try:
+            cluster = running.enter_context(running_cluster())
+        except Unavailable as reason:
+            pytest.skip(f"{reason}.")
+        yield cluster
 
 
 @pytest.fixture

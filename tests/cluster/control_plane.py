@@ -58,6 +58,10 @@ class ControlPlane:
         self.processes.start(name, [program(name), *arguments], namespace=where)
 
     def _ready(self) -> bool:
+        for process in self.processes.named("etcd", "kube-apiserver"):
+            if not process.alive():
+                log = self.processes.log(process.name)
+                raise waiting.Late(f"{process.name} has ended; its log is {log}")
         context = ssl.create_default_context(cafile=str(self.identities.authority))
         url = f"https://{self.address}:6443/readyz"
         try:
@@ -89,6 +93,7 @@ class ControlPlane:
             f"--client-ca-file={who.authority}",
             # Without these, components that aggregate miss a ConfigMap and say so without end.
             f"--requestheader-client-ca-file={who.authority}",
+            "--requestheader-allowed-names=aggregator",
             "--requestheader-username-headers=X-Remote-User",
             "--requestheader-group-headers=X-Remote-Group",
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
@@ -110,6 +115,7 @@ class ControlPlane:
             f"--root-ca-file={who.authority}",
             f"--node-monitor-grace-period={GRACE}",
             "--node-monitor-period=2s",
+            f"--flex-volume-plugin-dir={self.folder / 'volume-plugins'}",
             "--leader-elect=false",
             "--secure-port=0",
         ]

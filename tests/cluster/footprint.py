@@ -63,7 +63,8 @@ class Footprint:
         for path in self.absent:
             unmount_below(Path(path))
             if Path(path).is_dir():
-                shutil.rmtree(path)
+                # Another program may use such a folder by now; what it puts there is its own.
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 Path(path).unlink(missing_ok=True)
 

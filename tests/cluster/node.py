@@ -74,6 +74,7 @@ class Node:
             address=self.address,
             socket=self.socket,
             pod_logs=self.folder / "pod-logs",
+            plugins=self.folder / "volume-plugins",
             cgroup=cgroups.name(self.name),
             dns=identities.address,
         )

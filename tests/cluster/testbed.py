@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests import s3_server
-from tests.cluster import cgroups, figures, machine, network, tiny_images, waiting
+from tests.cluster import binaries, cgroups, figures, machine, network, tiny_images, waiting
 from tests.cluster.cluster import Cluster, CommandFailed
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.footprint import Footprint, unmount_below
@@ -74,6 +74,10 @@ def running_cluster() -> Iterator[Cluster]:
         Unavailable: when this machine cannot hold one, or another process has one.
     """
     if given := os.environ.get("KUBECONFIG"):
+        try:
+            binaries.program("kubectl")
+        except binaries.NotBuilt as error:
+            raise Unavailable(f"KUBECONFIG is given, but {error}") from error
         yield Cluster(kubeconfig=Path(given))
         return
     me = os.getpid()
