@@ -439,7 +439,7 @@ class TestNetwork:
         release = helm.release(SMALL)
         policy = release.named("NetworkPolicy", "e3")["spec"]
         assert policy["policyTypes"] == ["Ingress", "Egress"]
-        assert policy["ingress"] == []
+        assert "ingress" not in policy, "an empty list would be a change at each upgrade"
         names, https = policy["egress"]
         assert {(one["protocol"], one["port"]) for one in names["ports"]} == {
             ("UDP", 53),
