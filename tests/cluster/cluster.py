@@ -94,6 +94,18 @@ class Namespace:
     cluster: Cluster
     name: str
 
+    def make(self) -> None:
+        """Make it, to admit only pods of the standard `restricted`, and wait until it does."""
+        enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
+        metadata = {"name": self.name, "labels": enforced}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        # No pod is admitted before its service account is there.
+        self.kubectl("wait", "--for=create", "serviceaccount/default", "--timeout=60s")
+
+    def delete(self) -> None:
+        """Begin to delete it, with all that is in it."""
+        self.cluster.kubectl("delete", "namespace", self.name, "--wait=false")
+
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """What kubectl prints, in this namespace."""
         return self.cluster.kubectl(f"--namespace={self.name}", *arguments, stdin=stdin)

@@ -34,10 +34,7 @@ def our_cluster(cluster: Cluster) -> Cluster:
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[Namespace]:
     """A namespace that admits only pods of the standard `restricted`; deleted afterwards."""
-    name = f"eagle3-{secrets.token_hex(4)}"
-    enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
-    metadata = {"name": name, "labels": enforced}
-    mine = Namespace(cluster=cluster, name=name)
-    mine.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    mine = Namespace(cluster=cluster, name=f"eagle3-{secrets.token_hex(4)}")
+    mine.make()
     yield mine
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    mine.delete()

@@ -35,11 +35,22 @@ class ControlPlane:
         return self.identities.address
 
     def start(self) -> None:
-        """Start etcd and the API server, and the rest, which waits for these by itself."""
+        """Start etcd and the API server."""
         self._start("etcd", *self._etcd())
         self._start("kube-apiserver", *self._apiserver())
-        self._start("kube-controller-manager", *self._controllers())
+
+    def wait(self) -> None:
+        """Wait until the API server serves.
+
+        Raises:
+            Late: when it has ended, or does not in time.
+        """
+        waiting.until(self._ready, "the API server is ready", seconds=READY_SECONDS)
+
+    def start_controllers(self) -> None:
+        """Start what needs the API server, and gives up when it does not find it soon."""
         scheduler = self.identities.kubeconfig("system:kube-scheduler")
+        self._start("kube-controller-manager", *self._controllers())
         self._start(
             "kube-scheduler", f"--kubeconfig={scheduler}", "--leader-elect=false", "--secure-port=0"
         )
@@ -48,10 +59,6 @@ class ControlPlane:
         kubeconfig = self.identities.kubeconfig("dns")
         corefile.write_text(template.substitute(dns=self.address, kubeconfig=kubeconfig))
         self._start("coredns", f"-conf={corefile}")
-
-    def wait(self) -> None:
-        """Wait until the API server serves."""
-        waiting.until(self._ready, "the API server is ready", seconds=READY_SECONDS)
 
     def _start(self, name: str, *arguments: str) -> None:
         where = network.namespace(self.node)
@@ -102,6 +109,7 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={who.signer}",
             f"--service-account-signing-key-file={who.signer}",
+            "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
             "--profiling=false",
         ]

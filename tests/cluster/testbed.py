@@ -149,6 +149,7 @@ def _start(owner: Process | None) -> Cluster:
         node.import_image(tiny_images.archive("pause"), PAUSE)
         node.import_image(tiny_images.archive("probe"), tiny_images.PROBE)
     plane.wait()
+    plane.start_controllers()
     for node in cluster.nodes:
         node.start_pods(processes, identities)
     cluster.kubectl("apply", f"--filename={TEMPLATES / 'access.yaml'}")
@@ -157,6 +158,10 @@ def _start(owner: Process | None) -> Cluster:
     for name in NODES:
         _give_gpus(cluster, name)
     waiting.until(lambda: _ready(cluster), "both nodes are ready", seconds=READY_SECONDS)
+    account = ["--for=create", "serviceaccount/default", "--namespace=default", "--timeout=60s"]
+    cluster.kubectl("wait", *account)
+    if ended := [process.name for process in processes.recorded() if not process.alive()]:
+        raise waiting.Late(f"{', '.join(ended)} ended at once; the logs are in {logs()}")
     return cluster
 
 
