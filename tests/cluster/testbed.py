@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests import s3_server
@@ -38,7 +38,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What `down` must know: how the machine was found, and whose cluster it is."""
+    """How the machine was found, whose cluster it is, and its S3 server once all is up."""
 
     boot: str
     footprint: Footprint
@@ -135,8 +135,7 @@ def _start(owner: Process | None) -> Cluster:
     network.build(NODES)
     s3, command = s3_server.new_server(STATE / "s3", network.HOST_ADDRESS)
     weed = processes.start("s3", command)
-    record = Record(boot=record.boot, footprint=record.footprint, owner=owner, s3=s3)
-    record.write()
+    record = replace(record, s3=s3)
     cluster = _cluster(record)
     identities = Identities(STATE / "identities", network.address(NODES["n1"]))
     identities.make(list(NODES))
@@ -162,6 +161,7 @@ def _start(owner: Process | None) -> Cluster:
     cluster.kubectl("wait", *account)
     if ended := [process.name for process in processes.recorded() if not process.alive()]:
         raise waiting.Late(f"{', '.join(ended)} ended at once; the logs are in {logs()}")
+    record.write()
     return cluster
 
 
