@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3 import errors
-from eagle3.errors import Eagle3Error, TemporaryFailure
+from eagle3.errors import Eagle3Error, StageFailed, TemporaryFailure
 from eagle3.ordering import JobState
 
 Object = Mapping[str, Any]
@@ -66,17 +66,19 @@ class Diagnosis:
         return f"{self.why}; {self.remedy}" if self.why and self.remedy else self.why
 
     def as_error(self, where: str) -> Eagle3Error:
-        """The error that the stage itself ended with, or one that says what is known.
+        """What ends a run whose Job failed: never one of those that a retry can help.
 
         Args:
             where: the stage and its Job, for what the stage did not say itself.
         """
-        if self.record:
-            return self._error()
-        return TemporaryFailure(
+        error = self._error() if self.record else None
+        if error is not None and not error.retry_can_help:
+            return error
+        # Trying again could have helped, and did not as often as the Job may be tried.
+        return StageFailed(
             where,
             wanted="a Job that completes",
-            found=self.why or self.state,
+            found=f"{error.field}: {error.found}" if error else self.why or self.state,
             remedy=self.remedy or "see `kubectl describe`",
         )
 

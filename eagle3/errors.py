@@ -11,13 +11,14 @@
     │   ├── VerifierInvalid          config, tokenizer or one of the three tensors
     │   ├── CaptureInvalid           hidden states that the engine cannot have meant
     │   ├── DraftInvalid             a checkpoint or an export that would not serve
-    │   └── AcceptanceInvalid        an evaluation that proves nothing, or an output that changed
+    │   ├── AcceptanceInvalid        an evaluation that proves nothing, or an output that changed
+    │   └── StageFailed              a stage's Job that Kubernetes has given up
     ├── UpstreamMissing          66  the artefact that a stage reads is not committed
     ├── ServiceUnavailable       69  a store or an engine is away; trying again can help
     ├── TemporaryFailure         75  trying again can help
     ├── PermissionRefused        77  a store says no
     ├── EnvironmentMisconfigured 78  this machine or container lacks something
-    └── Stopped                 143  SIGTERM came; the work so far is saved
+    └── Stopped                 143  SIGTERM came; what is finished is kept
 
 An error reads as one sentence: the field, what was wanted, what was found, what to do.
 The facts are attributes, so that a program can read them too.
@@ -121,6 +122,10 @@ class AcceptanceInvalid(DataInvalid):
     """An evaluation that would prove nothing, or a draft that changed the verifier's output."""
 
 
+class StageFailed(DataInvalid):
+    """A stage's Job was tried as often as it may be, and Kubernetes has given it up."""
+
+
 class UpstreamMissing(Eagle3Error):
     """A stage's input is not committed: there is no manifest at its prefix."""
 
@@ -154,7 +159,7 @@ class EnvironmentMisconfigured(Eagle3Error):
 
 
 class Stopped(Eagle3Error):
-    """SIGTERM asked the stage to stop; what it had finished is saved."""
+    """SIGTERM asked the stage to stop; what it had finished is kept."""
 
     exit_code = 143
     retry_can_help = True
@@ -165,6 +170,6 @@ class Stopped(Eagle3Error):
         *,
         wanted: object = "to finish",
         found: object = "SIGTERM",
-        remedy: str = "run it again to continue from the saved work",
+        remedy: str = "run it again to continue from what is finished",
     ) -> None:
         super().__init__(field, wanted=wanted, found=found, remedy=remedy)
