@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from eagle3.acceptance import Block, Divergence, PromptResult
-from eagle3.capture import Completion, Sampling, SpecCounters, SpeculativeGenerator
+from eagle3.capture import Completion, Sampling, SpecCounters, SpeculativeGenerator, Told, nobody
 from eagle3.errors import AcceptanceInvalid, ManifestInvalid
 from eagle3.progress import host_name
 from eagle3.store import Store
@@ -115,9 +115,11 @@ class LazyEngine:
         if self._engine is not None:
             self._engine.close()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
         """Answer the prompts as one unit of work; the clock of no caller sees the start."""
-        return self._started().generate(prompts, sampling)
+        return self._started().generate(prompts, sampling, told)
 
     def counters(self) -> SpecCounters:
         """See `SpeculativeGenerator.counters`."""

@@ -324,6 +324,8 @@ def name_when_served(config: VerifierConfig) -> str:
 
 def _cross_check(config: RunConfig) -> None:
     name_when_served(config.verifier)
+    if not config.prepare.data:
+        raise ConfigError("prepare.data", wanted="a file", found="an empty list", remedy="name one")
     if config.prepare.max_seq_len > config.train.total_seq_len:
         raise ConfigError(
             "prepare.max_seq_len",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagle3.artifact import Artifact
-from eagle3.capture import Generator, Sampling
+from eagle3.capture import Generator, Sampling, Told
 from eagle3.config import RegenerateConfig
 from eagle3.conversations import Message, Rejected, Renderer, RowBuilder, RowRecord
 from eagle3.errors import ConfigError
@@ -87,6 +87,11 @@ class Chat:
         self._history: list[Message] = []
         self._prompt: list[int] = []
         self._builder = RowBuilder(max_seq_len)
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that have not been asked for yet."""
+        return len(self._turns)
 
     def next_prompt(self, renderer: Renderer) -> list[int] | None:
         """Token ids to answer next, or None when the conversation is over."""
@@ -184,8 +189,12 @@ class Answerer:
         self._plan = plan
         self._check_stop = check_stop
 
-    def answer(self, unit: Unit, records: Sequence[RowRecord]) -> list[Chat]:
-        """The unit's conversations, one turn of all of them answered at a time."""
+    def answer(self, unit: Unit, records: Sequence[RowRecord], told: Told) -> list[Chat]:
+        """The unit's conversations, one turn of all of them answered at a time.
+
+        Args:
+            told: hears on the way how many of the unit's rows that is, by the share of its turns.
+        """
         settings = self._plan.settings
         # Only the first row of a conversation brings its messages.
         chats = [
@@ -199,28 +208,37 @@ class Answerer:
             for record in records
             if record.messages
         ]
+        turns = sum(min(chat.turns_left, settings.max_turns) for chat in chats)
+        answered = 0
+
+        def tell(count: int) -> None:
+            told(unit.num_rows * (answered + count) // turns)
+
         for turn in range(settings.max_turns):
             self._check_stop()
             # Of its own for every call, and the same whenever the call is made again.
             seed = zlib.crc32(f"{settings.seed} {unit.number} {turn}".encode())
-            if not self._answer_turn(chats, seed):
+            count = self._answer_turn(chats, seed, tell)
+            if not count:
                 break
+            answered += count
         return chats
 
-    def _answer_turn(self, chats: Sequence[Chat], seed: int) -> bool:
-        """One turn of every open conversation; returns whether there was one."""
+    def _answer_turn(self, chats: Sequence[Chat], seed: int, told: Told) -> int:
+        """One turn of every open conversation; returns how many there were."""
         settings = self._plan.settings
         asked = [(chat, chat.next_prompt(self._renderer)) for chat in chats]
         open_chats = [(chat, prompt) for chat, prompt in asked if prompt is not None]
         if not open_chats:
-            return False
+            return 0
         sampling = Sampling(
             max_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_k=settings.top_k,
             seed=seed,
         )
-        completions = self._generator.generate([prompt for _, prompt in open_chats], sampling)
+        prompts = [prompt for _, prompt in open_chats]
+        completions = self._generator.generate(prompts, sampling, told)
         for (chat, _), completion in zip(open_chats, completions, strict=True):
             text = self._tokenizer.decode(
                 list(completion.token_ids),
@@ -228,7 +246,7 @@ class Answerer:
                 clean_up_tokenization_spaces=False,
             )
             chat.take_answer(completion.token_ids, str(text))
-        return True
+        return len(open_chats)
 
 
 def write_answers(

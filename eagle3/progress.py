@@ -102,7 +102,7 @@ class Progress:
         self._store = store
         self._path = f"progress/{stage}-{index}.json"
         self._stage, self._step, self._unit, self._index = stage, step, unit, index
-        self._total, self._done, self._fresh = total, 0, 0
+        self._total, self._done, self._fresh, self._under_way = total, 0, 0, 0
         self._started = time.monotonic()
         self._reported = self._started
         self._note = ""
@@ -133,6 +133,8 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._bars is not None:
+            self._under_way = 0
+            self._show()
             self._bars.stop()
         if kind is None:
             self._report()
@@ -143,35 +145,50 @@ class Progress:
         return self._done
 
     def advance(self, count: int = 1, *, resumed: bool = False, note: str = "") -> None:
-        """Count units as done; `resumed` ones, done by an earlier process, count in no rate."""
+        """Count units as done; `resumed` ones, done by an earlier process, count in no rate.
+
+        What `under_way` showed is over with that: done by now, or given up.
+        """
         self._done += count
         self._fresh += 0 if resumed else count
+        self._under_way = 0
         self._note = note or self._note
-        if self._bars is not None:
-            self._bars.update(
-                self._task,
-                completed=self._done,
-                rate=f"{self._rate():.1f} {self._unit}/s",
-                note=self._note,
-            )
+        self._moved()
+
+    def under_way(self, count: int) -> None:
+        """Show so many units as done that are finished only with others, and not counted yet."""
+        self._under_way = count
+        self._moved()
+
+    def _moved(self) -> None:
+        self._show()
         if time.monotonic() - self._reported >= _EVERY_SECONDS:
             self._report()
 
+    def _show(self) -> None:
+        if self._bars is not None:
+            self._bars.update(
+                self._task,
+                completed=self._done + self._under_way,
+                rate=f"{self._rate():.1f} {self._unit}/s",
+                note=self._note,
+            )
+
     def _rate(self) -> float:
-        return self._fresh / max(time.monotonic() - self._started, 1e-9)
+        return (self._fresh + self._under_way) / max(time.monotonic() - self._started, 1e-9)
 
     def _report(self) -> None:
         self._reported = time.monotonic()
-        rate = self._rate()
+        rate, done = self._rate(), self._done + self._under_way
         record = ProgressRecord(
             stage=self._stage,
             index=self._index,
             step=self._step,
             unit=self._unit,
-            done=self._done,
+            done=done,
             all=self._total,
             rate=round(rate, 3),
-            seconds_left=round((self._total - self._done) / rate, 1) if rate else None,
+            seconds_left=round((self._total - done) / rate, 1) if rate else None,
             host=host_name(),
             updated_at=round(time.time(), 3),
         )

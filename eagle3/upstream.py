@@ -12,9 +12,9 @@ from typing import Any
 
 from eagle3 import manifest as manifests
 from eagle3.artifact import Artifact, again, check_objects, find
-from eagle3.errors import ManifestInvalid, UpstreamMissing
+from eagle3.errors import ConfigError, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME
-from eagle3.store import open_store
+from eagle3.store import Store, open_store
 
 
 def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
@@ -24,11 +24,19 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
         url: the artefact's prefix.
         kinds: the artefact kinds that may stand there.
 
-    Raises UpstreamMissing, ManifestInvalid.
+    Raises UpstreamMissing, ManifestInvalid, and ConfigError for a run's URL in place of one of
+    its artefacts'.
     """
     store = open_store(url)
     found = find(store)
     if found is None:
+        if (below := _kind_below(store, kinds)) is not None:
+            raise ConfigError(
+                store.url,
+                wanted=f"the URL of {' or '.join(kinds)} itself",
+                found="that of a run which holds it",
+                remedy=f"write {store.url}/{below} under inputs",
+            )
         missing = next((kind for kind in kinds if store.url.endswith(f"/{kind}")), kinds[0])
         raise UpstreamMissing(
             f"{store.url}/{MANIFEST_NAME}",
@@ -50,6 +58,11 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
         manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
     check_objects(found)
     return found
+
+
+def _kind_below(store: Store, kinds: tuple[str, ...]) -> str | None:
+    """The first of these artefacts that stands below a prefix, as below a run's own."""
+    return next((kind for kind in kinds if store.exists(f"{kind}/{MANIFEST_NAME}")), None)
 
 
 def _require_facts(artifact: Artifact) -> None:

@@ -110,10 +110,24 @@ class Work:
         """Keep what a worker measured once, in place of what it measured before, if it did."""
         self._store.write_bytes(f"{name}/{worker:06d}.json", msgspec.json.encode(figures))
 
-    def kept_figures(self, name: str) -> list[dict[str, float]]:
-        """What the workers kept by this name, in the order of their indices."""
+    def kept_figures(self, name: str, *, required: str = "") -> list[dict[str, float]]:
+        """What the workers kept by this name, in the order of their indices.
+
+        Args: required: a figure that each of them must have kept.
+
+        Raises ManifestInvalid.
+        """
         paths = sorted(info.path for info in self._store.list(name))
-        return [self._decoded(path, dict[str, float], "figures") for path in paths]
+        kept = [self._decoded(path, dict[str, float], "figures") for path in paths]
+        for path, figures in zip(paths, kept, strict=True):
+            if required and required not in figures:
+                raise ManifestInvalid(
+                    f"{self._store.url}/{path}",
+                    wanted=f"the figure {required}",
+                    found=", ".join(figures) or "none",
+                    remedy="delete it and run again",
+                )
+        return kept
 
     def _read(self, path: str) -> UnitRecord:
         return self._decoded(path, UnitRecord, "a unit record")

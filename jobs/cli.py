@@ -60,7 +60,7 @@ def run(
     verifier: Verifier = None,
     data: Data = None,
 ) -> int:
-    """Go through all stages; what is committed already is not done again."""
+    """Go through all stages, or go on where a run was."""
     for option, name in (("--from", first), ("--until", last)):
         if name is not None:
             _refuse_no_stage(option, name)
@@ -75,7 +75,7 @@ def config(
     verifier: Verifier = None,
     data: Data = None,
 ) -> int:
-    """Print a configuration resolved, with the meaning and unit of each field."""
+    """Print every field with its value, meaning and unit."""
     if defaults == (config is not None):
         raise ConfigError(
             "config",
@@ -95,13 +95,13 @@ def gate(
     stage: Annotated[str, typer.Option("--stage", help="the stage whose inputs are gated")],
     store: StoreUrl = None,
 ) -> int:
-    """Check every upstream artefact of a stage, as its init container does."""
+    """Check what a stage reads, and do no more."""
     argv = ["--config", str(config), "--stage", stage]
     return gates.main([*argv, "--store", store] if store else argv)
 
 
 def status(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
-    """Show how a run in a cluster stands, stage by stage, and what is in its way."""
+    """Show how a run stands, and what is in its way."""
     cluster, found = _in_cluster(run, namespace, context)
     operate.show(found, operate.status(found, cluster), Console())
     return 0
@@ -113,7 +113,7 @@ def submit(
     context: Context = None,
     poll_seconds: Annotated[float, typer.Option(min=0.1, help="between two looks")] = 10.0,
 ) -> int:
-    """Order a run's stages from here, as the runner does in the cluster."""
+    """Order a run's stages from here, as its runner does."""
     cluster, found = _in_cluster(run, namespace, context)
     return guarded("submit", lambda: order(found, cluster, _tell, poll_seconds))
 
@@ -138,7 +138,7 @@ def retry(
     namespace: Namespace = None,
     context: Context = None,
 ) -> int:
-    """Let a stage that failed be tried again, and start the runner again if it has ended."""
+    """Let a stage that failed, and its runner, start again."""
     _refuse_no_stage("stage", stage)
     cluster, found = _in_cluster(run, namespace, context)
     _tell(operate.retry(found, cluster, stage))

@@ -46,6 +46,11 @@ from jobs.process import StageRun, run_stage
 
 FIGURES_NAME, REPORT_NAME = "acceptance.json", "report.html"
 _UNTRAINED_FOLDER = "untrained"
+_WITH = {
+    TRAINED: "with the trained draft",
+    UNTRAINED: "with the untrained draft",
+    PLAIN: "without a draft",
+}
 
 
 class Engines(Protocol):
@@ -68,7 +73,9 @@ class VllmEngines:
         export = self._run.inputs["export"]
         draft = None if name == PLAIN else draft_folder(export, self._scratch / "export", name)
         count = self._plan.settings.num_speculative_tokens
-        return VllmGenerator(self._options, draft=draft, num_speculative_tokens=count)
+        options = self._options
+        self._run.say(f"starting vLLM {_WITH[name]}")
+        return VllmGenerator(options, draft=draft, num_speculative_tokens=count)
 
     @functools.cached_property
     def _options(self) -> EngineOptions:

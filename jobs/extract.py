@@ -37,6 +37,7 @@ from jobs.process import StageRun, run_stage
 
 # Units being written while the next is captured; each holds a unit's states in memory.
 _WRITERS = 2
+_WORST = "gate_worst_row_nats"
 
 StartCapture = Callable[[Path, Plan, Path], Capture]
 """Starts an engine, given a folder with the whole verifier, the plan, and a folder where states
@@ -87,7 +88,9 @@ def capture_units(run: StageRun, plan: Plan, verifier: LoadedVerifier, capture: 
     ):
         since = time.monotonic()
         for unit in walk_units(plan.units, run.work, progress, run.index):
-            captured = capture_unit(capture, plan, unit, reader.read(unit), run.check_stop)
+            captured = capture_unit(
+                capture, plan, unit, reader.read(unit), run.check_stop, progress.under_way
+            )
             rejected.update(captured.rejected.values())
             check_rejected(rejected, plan.num_rows, max_share)
             # Waiting for the writers counts too, with the unit after.
@@ -132,8 +135,8 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
     settings = run.config.extract
     check_rejected(merged.rejected, plan.num_rows, settings.max_rejected_share)
     source = run.inputs["verifier"].manifest
-    gates = run.work.kept_figures("gate")
-    figures = max(gates, key=lambda gate: gate["gate_worst_row_nats"], default={})
+    gates = run.work.kept_figures("gate", required=_WORST)
+    figures = max(gates, key=lambda gate: gate[_WORST], default={})
     seconds = merged.measured.get("capture_seconds", 0.0)
     rate = merged.total_tokens / seconds if seconds else 0.0
     return msgspec.structs.replace(
@@ -158,6 +161,7 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
 
 def start_vllm(run: StageRun, model: Path, plan: Plan, scratch: Path) -> Capture:
     """vLLM on the whole verifier; one token more than the longest row, for the one it answers."""
+    run.say("starting vLLM")
     options = EngineOptions.of(
         run.config.extract.engine,
         model=model,

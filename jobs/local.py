@@ -38,9 +38,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 class StageProcesses:
     """Runs stage processes one after another, as a context manager that owns the signals.
 
-    The first Ctrl-C, SIGTERM or SIGHUP is handed on as SIGTERM, at which a stage saves its work
-    and ends with 143; the second one kills. Stages lead a process group of their own, so that
-    the terminal's Ctrl-C reaches them only through here.
+    The first Ctrl-C, SIGTERM or SIGHUP is handed on as SIGTERM, at which a stage keeps what it
+    has finished and ends with 143; the second one kills. Stages lead a process group of their
+    own, so that the terminal's Ctrl-C reaches them only through here.
 
     Args:
         config: the configuration's file.
@@ -91,7 +91,7 @@ class StageProcesses:
         if self._child is None:
             return
         if self._asked == 1:
-            print("eagle3: stopping when the work is saved; once more kills", file=sys.stderr)
+            print("eagle3: stopping; what is finished is kept; once more kills", file=sys.stderr)
             self._child.terminate()
         else:
             with contextlib.suppress(ProcessLookupError):

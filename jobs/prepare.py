@@ -22,9 +22,10 @@ from eagle3.conversations import (
     open_sources,
     outcomes,
     parallel_outcomes,
+    rejected_in_words,
 )
-from eagle3.errors import ConfigError
-from eagle3.manifest import Manifest, identity_of
+from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.manifest import Manifest, SourceFile, identity_of
 from eagle3.verifier import Verifier, open_verifier
 from eagle3.vocab import check_size
 from jobs.process import StageRun, run_stage
@@ -35,6 +36,7 @@ def story(run: StageRun) -> str:
     config = run.config.prepare
     sources = open_sources(config.data)
     measured = [source.measure() for source in sources]
+    refuse_empty([file for file, _ in measured], sum(rows for _, rows in measured))
     verifier = open_verifier(run.config.verifier)
     check_sizes(run.config, verifier)
     # What nobody has answered is of use only where the verifier will.
@@ -65,8 +67,20 @@ def story(run: StageRun) -> str:
     return (
         f"{manifest.total_samples} rows, {manifest.total_tokens} tokens of "
         f"{manifest.rows_in} conversations, {manifest.facts['heldout_prompts']} prompts held out, "
-        f"{sum(manifest.rejected.values())} rejected"
+        f"{rejected_in_words(manifest.rejected)}"
     )
+
+
+def refuse_empty(files: Sequence[SourceFile], num_rows: int) -> None:
+    """Raises ConversationsInvalid where the files hold no row."""
+    if not num_rows:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise ConversationsInvalid(
+            "prepare.data",
+            wanted="at least one conversation",
+            found=f"no row in {files[0].url}{more}",
+            remedy="name files that hold some",
+        )
 
 
 def check_sizes(config: RunConfig, verifier: Verifier) -> None:

@@ -125,13 +125,17 @@ class StageRun:
         """A long step's bar, JSON lines and progress object."""
         return Progress(self.store, self.stage.name, step, total=total, unit=unit, index=self.index)
 
+    def say(self, text: str) -> None:
+        """A line to whoever watches, before something that is silent for long."""
+        print(f"{self.stage.name}: {text}", file=sys.stderr, flush=True)
+
     @property
     def stopping(self) -> bool:
         """Whether SIGTERM has come."""
         return _stop.is_set()
 
     def check_stop(self) -> None:
-        """Raise Stopped when SIGTERM has come. Called where the work so far is saved."""
+        """Raise Stopped when SIGTERM has come. Called where what is finished is kept."""
         if _stop.is_set():
             raise Stopped(self.stage.name)
 

@@ -71,7 +71,7 @@ def answer_units(run: StageRun, plan: Plan, verifier: LoadedVerifier, generator:
     with run.progress("answer", total=plan.num_rows, unit="rows") as progress:
         for unit in walk_units(plan.units, run.work, progress, run.index):
             since = time.monotonic()
-            chats = answerer.answer(unit, reader.read(unit))
+            chats = answerer.answer(unit, reader.read(unit), progress.under_way)
             seconds = time.monotonic() - since
             run.work.record(write_answers(run.output(), verifier, unit, chats, seconds))
 
@@ -114,6 +114,7 @@ def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
 
 def start_vllm(run: StageRun, model: Path, plan: Plan) -> Generator:
     """vLLM on the whole verifier."""
+    run.say("starting vLLM")
     options = EngineOptions.of(
         plan.settings.engine,
         model=model,

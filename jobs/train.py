@@ -51,6 +51,8 @@ def story(run: StageRun) -> str:
     checkpoints = Checkpoints(
         run.store.child(f"work/{run.stage.name}"), scheduled=config.scheduler != "none"
     )
+    if not ranks.rank:
+        run.say("starting the trainer")
     with run.scratch() as scratch:
         layout = _layout(run, scratch, ranks)
         with _progress(run, ranks, layout.plan.total) as progress:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.capture import Completion, Sampling, SpecCounters
+from eagle3.capture import Completion, Sampling, SpecCounters, Told, nobody
 from eagle3.config import EngineConfig, EvaluateConfig, PrepareConfig, RunConfig, VerifierConfig
 from eagle3.conversations import HeldoutPrompt, RowRecord
 from eagle3.conversations.records import encode_lines
@@ -64,7 +64,9 @@ class ScriptedEngine:
         self.script, self.name = script, name
         self.histogram = [0] * (K + 1)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
         if sampling.num_top_logprobs:
             return [self.score(prompt) for prompt in prompts]
         if not sampling.ignore_end:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from eagle3 import artifact as artifacts
-from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
+from eagle3.errors import ConfigError, IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MOST_INLINE, FileEntry, Manifest
 from eagle3.store import ObjectInfo, Store, open_store
 from eagle3.upstream import cross_check, gate
@@ -77,6 +77,12 @@ def test_whole_upstreams_pass(ready):
 def test_an_uncommitted_upstream_is_missing_and_the_stage_to_run_is_named(run):
     with pytest.raises(UpstreamMissing, match="run extract first"):
         gated(run, "extract")
+
+
+def test_a_run_s_url_in_place_of_its_artefact_s_is_told(ready):
+    with pytest.raises(ConfigError, match=f"write {ready.url}/extract under inputs") as caught:
+        gate(ready.url, ("extract",))
+    assert caught.value.exit_code == 64
 
 
 def test_conversations_that_nobody_answered_are_for_regenerate_alone(run):

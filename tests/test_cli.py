@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,14 @@ def test_the_version_and_the_help_are_no_mistakes(capsys):
     assert capsys.readouterr().out == f"eagle3 {__version__}\n"
     assert cli.main(["--help"]) == 0
     assert cli.main([]) == 0
+
+
+def test_each_command_s_help_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["--help"]) == 0
+    commands = re.findall(r"^  \w+  +.*$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(commands) >= 14
+    assert [line for line in commands if "..." in line or not line.endswith(".")] == []
 
 
 def test_the_configuration_is_printed_resolved_with_what_the_command_line_says(tmp_path, capsys):

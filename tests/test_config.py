@@ -87,6 +87,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(raw, field, hint):
         ("regenerate__engine__dtype", "float16"),
         ("verifier__source", None),
         ("prepare__data", "a.jsonl"),
+        ("prepare__data", []),
         ("evaluate", None),
         ("inputs", ["train.states"]),
         ("train__learning_rate", float("inf")),

@@ -69,9 +69,9 @@ def test_a_record_is_flat_json_with_the_exit_code():
     assert all(isinstance(value, str | int | bool) for value in record.values())
 
 
-def test_stopped_says_that_the_work_is_saved_and_how_to_go_on():
+def test_stopped_says_what_is_kept_and_how_to_go_on():
     assert str(Stopped("train")) == (
-        "train: wanted to finish, found SIGTERM; run it again to continue from the saved work."
+        "train: wanted to finish, found SIGTERM; run it again to continue from what is finished."
     )
 
 

@@ -21,9 +21,11 @@ from eagle3.errors import (
     Stopped,
     VerifierInvalid,
 )
+from eagle3.progress import Progress
 from eagle3.shards import Sample, ShardReader, encode_samples
 from eagle3.store import Store, open_store
 from eagle3.verifier import default_layer_ids
+from eagle3.vllm_capture import EngineOptions
 from jobs import extract, prepare, process
 from tests.tiny_run import (
     artifact_at,
@@ -75,6 +77,28 @@ def set_extract(folder: Path, **settings: object) -> None:
 
 def never(model: Path, plan: Plan, scratch: Path) -> Capture:
     raise AssertionError("the engine was started")
+
+
+def test_the_engine_s_start_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(options: EngineOptions, *, layer_ids: Sequence[int], scratch: Path) -> Capture:
+        plan = Plan(layer_ids=tuple(layer_ids), hidden_size=64, max_seq_len=256, units=())
+        return start_fake_capture(options.model, plan)
+
+    monkeypatch.setattr(extract, "VllmCapture", started)
+    arguments = ["--config", str(folder / "run.yaml"), "--store", str(folder / "run")]
+    assert extract.main(arguments) == 0
+    assert extract.main(arguments) == 0
+    assert capsys.readouterr().err.count("extract: starting vLLM\n") == 1
+
+
+def test_the_bar_moves_within_a_unit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(Progress, "under_way", lambda self, count: shown.append(count))
+    set_extract(folder, unit_rows=10)
+    run_extract(folder)
+    assert shown[:11] == [*range(1, 11), 1]
 
 
 class Changed:

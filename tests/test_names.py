@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from eagle3.config import RunConfig, parse_config
+from eagle3.conversations.messages import COLUMNS
 from eagle3.stages import ARTIFACT_KINDS, STAGE_NAMES, STAGES, stage_named
 from eagle3.store import open_store
 from jobs import process
@@ -86,6 +87,24 @@ def test_the_readme_s_table_is_the_table_of_stages():
         assert bool(stage.gpus) == (row[4] != "0"), f"README: GPUs of {stage.name}"
     order = [row[0].split()[0].strip("`") for row in table_rows(README) if row[0]]
     assert [name for name in order if name in STAGE_NAMES][: len(STAGES)] == list(STAGE_NAMES)
+
+
+def test_the_inputs_that_are_written_down_are_those_of_the_stages():
+    rows = table_rows((ROOT / "docs" / "running.md").read_text())
+    inputs = [row for row in rows if re.fullmatch(r"[a-z]+\.[a-z]+", row[0])]
+    written = {row[0]: row[1].replace("`", "") for row in inputs}
+    assert written == {
+        f"{stage.name}.{name}": " or ".join(kinds)
+        for stage in STAGES
+        for name, kinds in stage.reads.items()
+    }
+
+
+def test_the_forms_that_are_written_down_are_those_that_are_read():
+    text = (ROOT / "docs" / "running.md").read_text().partition("## The verifier")[0]
+    named = {key for key in COLUMNS if f"`{key}`" in text or f'"{key}": ' in text}
+    # Rows with a history beside the prompt are rejected, which is no form.
+    assert COLUMNS - named == {"history"}
 
 
 def test_the_exit_codes_of_the_readme_are_those_of_the_errors():

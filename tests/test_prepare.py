@@ -19,7 +19,14 @@ from safetensors.torch import load
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.conversations import RawRow, Source, open_sources, read_heldout, read_row_records
+from eagle3.conversations import (
+    RawRow,
+    Source,
+    open_sources,
+    read_heldout,
+    read_row_records,
+    rejected_in_words,
+)
 from eagle3.conversations.split import conversation_id
 from eagle3.errors import ConfigError, ConversationsInvalid, ShardInvalid
 from eagle3.manifest import MANIFEST_NAME
@@ -326,6 +333,51 @@ def test_too_many_rejected_rows_fail_with_reasons_and_lines(
     assert "chats.jsonl:11" in said
     assert "not_json 1" in said
     assert artifacts.find(open_store(f"{tmp_path}/run/prepare")) is None
+
+
+@pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
+def test_a_json_array_is_refused_with_the_form_that_is_wanted(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n" + json.dumps([chat(i) for i in range(3)], indent=1)
+    pack = gzip.compress if name.endswith("gz") else bytes
+    (tmp_path / name).write_bytes(pack(text.encode()))
+    config = write_config(tmp_path, tmp_path, tmp_path / name)
+    assert run_prepare(config, tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert f"{name}: wanted one JSON object a line, or Parquet, found a JSON array" in said
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").rglob("claim.json"))
+
+
+def test_a_file_of_no_records_at_all_is_told_the_form_that_is_wanted(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "chats.csv"
+    data.write_text("prompt,completion\nhello,hi\n")
+    assert run_prepare(write_config(tmp_path, verifier, data), tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert "write the data as one JSON object a line, or as Parquet." in said
+    assert "max_rejected_share" not in said
+
+
+def test_files_without_a_row_are_refused_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n")
+    assert run_prepare(write_config(tmp_path, tmp_path, data), tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert "prepare.data: wanted at least one conversation, found no row in" in said
+    assert "chats.jsonl; name files" in said
+
+
+def test_the_closing_line_says_why_rows_were_rejected() -> None:
+    assert rejected_in_words({}) == "0 rejected"
+    assert rejected_in_words({"not_json": 1, "duplicate": 2}) == (
+        "3 rejected (2 duplicate, 1 not_json)"
+    )
+    many = {f"unknown_role:{at}": 10 - at for at in range(7)}
+    assert rejected_in_words(many).endswith("6 unknown_role:4, 9 of other reasons)")
 
 
 def test_a_mixture_of_forms_fails_with_both_lines(

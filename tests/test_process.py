@@ -246,7 +246,7 @@ sys.exit(run_stage("train", story))
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        (signal.SIGTERM, 143, "to continue from the saved work"),
+        (signal.SIGTERM, 143, "to continue from what is finished"),
         (signal.SIGINT, 130, "run it again to continue"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import secrets
 import subprocess
 import sys
@@ -65,6 +66,22 @@ def test_work_of_an_earlier_process_counts_as_done_and_in_no_rate(run):
     assert record["seconds_left"] is None
 
 
+def test_what_is_under_way_is_shown_and_counts_only_when_it_is_done(run, monkeypatch, capsys):
+    monkeypatch.setattr(progresses, "_EVERY_SECONDS", 0.0)
+    with Progress(run, "extract", "capture", total=10, unit="rows", index=2) as progress:
+        progress.advance(2, resumed=True)
+        progress.under_way(3)
+        assert progress.done == 2
+        assert record_of(run)["done"] == 5
+        assert record_of(run)["rate"]
+        progress.under_way(7)
+        # A unit of four that others finished meanwhile: ours is given up.
+        progress.advance(4, resumed=True)
+        assert (record_of(run)["done"], record_of(run)["rate"]) == (6, 0)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["done"] for line in lines] == [2, 5, 9, 6, 6]
+
+
 def test_a_step_that_fails_does_not_report_itself_as_done(run):
     def failing() -> None:
         with Progress(run, "extract", "capture", total=2, unit="rows") as progress:
@@ -76,6 +93,15 @@ def test_a_step_that_fails_does_not_report_itself_as_done(run):
     assert not run.exists("progress/extract-0.json")
 
 
+GIVEN_UP = """
+from eagle3.progress import Progress
+from eagle3.store import open_store
+with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="rows") as progress:
+    progress.advance()
+    progress.under_way(2)
+    raise SystemExit
+"""
+
 BAR = """
 from eagle3.progress import Progress
 from eagle3.store import open_store
@@ -85,13 +111,23 @@ with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="r
 """
 
 
-def test_a_terminal_shows_a_bar_and_no_json():
+def shown_on_a_terminal(program: str) -> str:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160"}
-    subprocess.run([sys.executable, "-c", BAR], stderr=theirs, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", program], stderr=theirs, env=environment, check=True)
     os.close(theirs)
     shown = os.read(ours, 65536).decode()
     os.close(ours)
+    return shown
+
+
+def test_a_bar_that_stops_shows_what_is_finished_and_not_what_was_under_way():
+    shown = shown_on_a_terminal(GIVEN_UP)
+    assert re.findall(r"\d/4", shown)[-1] == "1/4"
+
+
+def test_a_terminal_shows_a_bar_and_no_json():
+    shown = shown_on_a_terminal(BAR)
     assert "extract capture" in shown
     assert "4/4" in shown
     assert "rows/s" in shown

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from eagle3.capture import Completion, FakeGenerator, Generator, Sampling
+from eagle3.capture import Completion, FakeGenerator, Generator, Sampling, Told, nobody
 from eagle3.conversations import RowRecord, read_row_records
 from eagle3.errors import (
     ConfigError,
@@ -20,6 +20,7 @@ from eagle3.errors import (
     VerifierInvalid,
 )
 from eagle3.onpolicy import Answerer, Chat, Plan, answers_in, plan_answers, prompts_of
+from eagle3.progress import Progress
 from eagle3.shards import TokenRow, encode_rows, read_rows
 from eagle3.store import Store, open_store
 from eagle3.units import Span, Unit
@@ -90,8 +91,12 @@ class Scripted:
         self.answer = Completion(tuple(answer), reason)
         self.asked: list[tuple[list[list[int]], Sampling]] = []
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
         self.asked.append(([list(ids) for ids in prompts], sampling))
+        for count in range(1, len(prompts) + 1):
+            told(count)
         return [self.answer] * len(prompts)
 
     def close(self) -> None:
@@ -120,6 +125,25 @@ def test_all_prompts_of_prepare_are_answered_and_only_answers_are_supervised(fol
         assert clipped == 0
     assert found.manifest.facts["turns"] == before.manifest.facts["turns"]
     assert found.manifest.max_seq_len == before.manifest.max_seq_len
+
+
+def test_the_engine_s_start_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(regenerate, "VllmGenerator", lambda options: Scripted([300, END]))
+    arguments = ["--config", str(folder / "run.yaml"), "--store", str(folder / "run")]
+    assert regenerate.main(arguments) == 0
+    assert regenerate.main(arguments) == 0
+    assert capsys.readouterr().err.count("regenerate: starting vLLM\n") == 1
+
+
+def test_the_bar_moves_within_a_unit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(Progress, "under_way", lambda self, count: shown.append(count))
+    run_regenerate(folder, lambda model, plan: Scripted([300, END]))
+    unit_rows = max(shown)
+    assert shown[:1] < [unit_rows]
+    assert len(set(shown)) > unit_rows // 2
 
 
 def test_the_next_prompt_is_rendered_with_the_verifiers_own_answer(folder: Path) -> None:
@@ -254,9 +278,9 @@ def test_sigterm_stops_between_two_turns_and_the_next_run_goes_on(
 
     class StopsInTheSecondUnit(Scripted):
         def generate(
-            self, prompts: Sequence[Sequence[int]], sampling: Sampling
+            self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
         ) -> list[Completion]:
-            answers = super().generate(prompts, sampling)
+            answers = super().generate(prompts, sampling, told)
             if store_of(folder).exists("work/regenerate/units/000000.json"):
                 process._stop.set()
             return answers
@@ -305,9 +329,12 @@ def test_a_conversation_of_several_prepared_rows_is_answered_once(folder: Path) 
     unit = Unit(number=0, spans=(Span(path="x", start=0, stop=2),))
     engine = Scripted([300, END])
     plan = plan_answers(run.inputs["rows"], run.config.regenerate)
-    chats = Answerer(engine, verifier, plan, run.check_stop).answer(unit, records)
+    told: list[int] = []
+    chats = Answerer(engine, verifier, plan, run.check_stop).answer(unit, records, told.append)
     assert [chat.name for chat in chats] == ["000000007"]
     assert [len(prompts) for prompts, _ in engine.asked] == [1, 1]
+    # Each of its two turns moves the bar by half of the unit's two rows.
+    assert told == [1, 2]
     (row,) = chats[0].rows()
     assert row.row == "000000007.0"
     assert supervised(row) == [300, END, 300, END]

@@ -483,6 +483,17 @@ def test_a_url_that_names_no_store_is_refused(url):
         open_store(url)
 
 
+@pytest.mark.parametrize("url", ["simplecache::file:///tmp/run", "zip://chats::s3://b/chats.zip"])
+def test_urls_joined_to_a_chain_are_refused_as_such(url):
+    with pytest.raises(ConfigError, match=r"several, joined by ::"):
+        open_store(url)
+
+
+def test_a_name_with_two_colons_is_a_name(tmp_path):
+    assert open_store("s3://b/a::b/run").url == "s3://b/a::b/run"
+    assert open_store(f"{tmp_path}/a::b").url == f"file://{tmp_path}/a::b"
+
+
 def test_a_backend_that_cannot_be_written_is_one_sentence():
     with pytest.raises(ServiceUnavailable, match="Connect call failed"):
         open_store("http://127.0.0.1:1/run").probe()

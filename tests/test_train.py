@@ -305,6 +305,7 @@ class TestSignals:
         _, errors = child.communicate(timeout=600)
         assert child.returncode == 143, errors
         assert "run it again to continue" in errors
+        assert errors.count("train: starting the trainer\n") == 1
         assert json.loads((tmp_path / "last").read_text())["exit_code"] == 143
         newest = checkpoints.newest()
         assert newest is not None

@@ -306,6 +306,18 @@ def test_a_hub_id_without_the_hub_is_one_sentence(
     assert "\n" not in told
 
 
+def test_a_misspelt_folder_is_no_fault_of_the_hub_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("models/mine").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        opened("models/mien")
+    assert "found no such folder in models, and no answer from the hub" in str(caught.value)
+
+
 def test_a_hub_id_in_the_cache_needs_no_hub(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

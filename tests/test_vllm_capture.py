@@ -370,7 +370,12 @@ class TestLlamaAnswers:
         assert generator.generate(ROWS[:6], dataclasses.replace(first, seed=2)) != answers
 
     def test_b94_answers_say_why_they_end(self, generator: VllmGenerator) -> None:
-        answers = generator.generate(ROWS[:6], Sampling(max_tokens=5, ignore_end=True))
+        told: list[int] = []
+        sampling = Sampling(max_tokens=5, ignore_end=True)
+        answers = generator.generate(ROWS[:6], sampling, told.append)
+        # Whoever waits hears on the way how many there are.
+        assert told == sorted(set(told))
+        assert told[-1] == 6
         assert [(len(answer.token_ids), answer.finish_reason) for answer in answers] == [
             (5, "length")
         ] * 6

@@ -61,6 +61,7 @@ class Walk:
     config: Path
     store: Store
     said: dict[str, str] = field(default_factory=dict)
+    on_the_way: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -89,6 +90,7 @@ class Walk:
             check=False,
         )
         self._note(stage, ended.stdout, time.monotonic() - started)
+        self.on_the_way[stage] = ended.stderr
         assert ended.returncode == 0, f"{stage}: {ended.stderr[-3000:]}"
 
     def _note(self, stage: str, said: str, seconds: float) -> None:
@@ -247,6 +249,14 @@ class TestQwen3:
         for stage in STAGE_NAMES:
             assert gate.main(["--stage", stage, *qwen3.arguments]) == 0
         assert "gate: evaluate.export" in capsys.readouterr().out
+
+    def test_each_engine_s_start_is_told_once(self, qwen3: Walk) -> None:
+        lines = qwen3.on_the_way["evaluate"].splitlines()
+        assert [line for line in lines if line.startswith("evaluate: starting vLLM ")] == [
+            "evaluate: starting vLLM with the trained draft",
+            "evaluate: starting vLLM with the untrained draft",
+            "evaluate: starting vLLM without a draft",
+        ]
 
     def test_each_stage_ends_with_one_line(self, qwen3: Walk) -> None:
         for stage, said in qwen3.said.items():

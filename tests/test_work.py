@@ -128,6 +128,9 @@ def test_what_each_worker_measured_is_kept_and_measured_anew_replaced(run):
     work.keep_figures("gate", 0, {"nats": 0.25})
     work.keep_figures("gate", 1, {"nats": 0.75})
     assert work.kept_figures("gate") == [{"nats": 0.25}, {"nats": 0.75}]
+    assert len(work.kept_figures("gate", required="nats")) == 2
+    with pytest.raises(ManifestInvalid, match=r"gate/000000\.json: wanted the figure tokens"):
+        work.kept_figures("gate", required="tokens")
     assert work.finished() == {}
 
 

@@ -21,6 +21,8 @@ from eagle3.capture.protocols import (
     Sampling,
     SpecCounters,
     SpeculativeGenerator,
+    Told,
+    nobody,
 )
 
 __all__ = [
@@ -35,9 +37,11 @@ __all__ = [
     "Sampling",
     "SpecCounters",
     "SpeculativeGenerator",
+    "Told",
     "as_stored",
     "check_states",
     "gate_prompts",
     "next_token_logprobs",
+    "nobody",
     "numeric_gate",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from eagle3.capture.checks import next_token_logprobs
-from eagle3.capture.protocols import CapturedRow, Completion, Sampling
+from eagle3.capture.protocols import CapturedRow, Completion, Sampling, Told, nobody
 
 
 class FakeCapture:
@@ -79,9 +79,15 @@ class FakeGenerator:
         self._end_id = end_id
         self._end_share = end_share
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
         """See `Generator.generate`."""
-        return [self._answer(prompt, sampling) for prompt in prompts]
+        answers: list[Completion] = []
+        for prompt in prompts:
+            answers.append(self._answer(prompt, sampling))
+            told(len(answers))
+        return answers
 
     def _answer(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
         seed = sampling.seed if sampling.temperature > 0 else 0

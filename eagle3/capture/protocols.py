@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -92,11 +92,24 @@ class SpecCounters(NamedTuple):
         )
 
 
+Told = Callable[[int], None]
+"""Hears how many of what was asked for are done by now."""
+
+
+def nobody(count: int) -> None:
+    """For `Told`, where nobody wants to hear it."""
+
+
 class Generator(Protocol):
     """An engine that answers prompts."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Answer the prompts as one unit of work; one `Completion` each, in order."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
+        """Answer the prompts as one unit of work; one `Completion` each, in order.
+
+        `told` hears on the way how many are answered.
+        """
 
     def close(self) -> None:
         """Stop the engine and give its memory back."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from eagle3.artifact import Artifact
 from eagle3.capture.checks import as_stored, check_states
-from eagle3.capture.protocols import Capture
+from eagle3.capture.protocols import Capture, Told
 from eagle3.errors import CaptureInvalid, ShardInvalid
 from eagle3.shards import Sample, ShardReader, TokenRow, encode_samples, same_tokens
 from eagle3.store import Store
@@ -91,12 +91,14 @@ def capture_unit(
     unit: Unit,
     rows: Sequence[TokenRow],
     check_stop: Callable[[], None],
+    told: Told,
 ) -> CapturedUnit:
     """Capture a unit's rows and look at each.
 
     Args:
         check_stop: called before each row is waited for; what it raises gives the unit up, of
             which nothing has been written by then.
+        told: hears after each row how many have been captured.
 
     Raises CaptureInvalid for what no row is to blame for.
     """
@@ -104,7 +106,7 @@ def capture_unit(
     rejected: dict[str, str] = {}
     prompts = [row.input_ids.tolist() for row in rows]
     captured = capture.capture(prompts)
-    for row, ids in zip(rows, prompts, strict=True):
+    for count, (row, ids) in enumerate(zip(rows, prompts, strict=True), start=1):
         check_stop()
         got = next(captured, None)
         assert got is not None, "one captured row for each that was sent"
@@ -123,6 +125,7 @@ def capture_unit(
             )
         else:
             rejected[row.row] = reason or "non_finite"
+        told(count)
     return CapturedUnit(unit=unit, rows=rows, samples=samples, rejected=rejected)
 
 

@@ -18,6 +18,7 @@ from eagle3.conversations.records import (
     read_row_records,
 )
 from eagle3.conversations.rendering import Renderer, RowBuilder
+from eagle3.conversations.tally import rejected_in_words
 
 __all__ = [
     "HELDOUT_NAME",
@@ -40,4 +41,5 @@ __all__ = [
     "parallel_outcomes",
     "read_heldout",
     "read_row_records",
+    "rejected_in_words",
 ]

@@ -163,7 +163,7 @@ class Source:
     def _lines(self, digest: Any) -> Iterator[RawRow]:
         raw: io.BufferedIOBase = io.BufferedReader(self._open(digest), _CHUNK)
         stream = gzip.GzipFile(fileobj=raw) if self._format == "gzip" else raw
-        place = 0
+        place, begins = 0, True
         with self._broken_as_invalid():
             while line := stream.readline(_LONGEST_LINE):
                 place += 1
@@ -175,8 +175,17 @@ class Source:
                         remedy="write one JSON object a line, not one array of them",
                     )
                 text = line.removeprefix(_BOM) if place == 1 else line
-                if text.strip():
-                    yield RawRow(place=place, value=text)
+                if not text.strip():
+                    continue
+                if begins and text.lstrip().startswith(b"["):
+                    raise ConversationsInvalid(
+                        self.url,
+                        wanted="one JSON object a line, or Parquet",
+                        found="a JSON array",
+                        remedy="write each of its elements as a line of its own",
+                    )
+                begins = False
+                yield RawRow(place=place, value=text)
 
     def _records(self) -> Iterator[RawRow]:
         place = 0

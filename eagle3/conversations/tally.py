@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from eagle3.conversations.convert import HeldOut
 from eagle3.conversations.messages import Rejected
@@ -11,8 +12,20 @@ from eagle3.errors import ConversationsInvalid
 
 # A duplicate or a prompt too many is left out, and yet nothing is wrong with it.
 _NO_FAULTS = frozenset({"duplicate", "heldout_surplus"})
+# Where no row is anything else, it is the file that is of another kind, and not its rows.
+_NO_RECORDS = frozenset({"not_json", "not_an_object"})
 _EXAMPLES = 3
 _MOST_REASONS = 40
+_REASONS_TOLD = 5
+
+
+def rejected_in_words(rejected: Mapping[str, int]) -> str:
+    """How many rows were rejected, and for which reasons the most."""
+    counts = Counter(rejected)
+    parts = [f"{count} {reason}" for reason, count in counts.most_common(_REASONS_TOLD)]
+    if others := counts.total() - sum(count for _, count in counts.most_common(_REASONS_TOLD)):
+        parts.append(f"{others} of other reasons")
+    return f"{counts.total()} rejected" + (f" ({', '.join(parts)})" if parts else "")
 
 
 class Tally:
@@ -49,11 +62,14 @@ class Tally:
             for reason, count in self.rejected.most_common()
             if reason not in _NO_FAULTS
         ]
+        no_records = sum(self.rejected[reason] for reason in _NO_RECORDS)
         raise ConversationsInvalid(
             "prepare.data",
             wanted=f"at most {max_share:.1%} of {rows} rows rejected",
             found=f"{faults} rejected: {', '.join(parts)}",
-            remedy="correct these rows or the settings that reject them, "
+            remedy="write the data as one JSON object a line, or as Parquet"
+            if no_records == self.rows_in
+            else "correct these rows or the settings that reject them, "
             "or raise prepare.max_rejected_share",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ from eagle3.store import faults
 # s3fs sends If-None-Match for mode="create".
 EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
 _RETRIES = 6
+# As fsspec joins URLs; a name that only holds two colons is none of these.
+_CHAINED = re.compile(r"^[a-z0-9]+::|::[a-z0-9]+://")
 _WHOLE_URLS = frozenset({"http", "https"})
 
 
@@ -22,6 +25,13 @@ def split_url(url: str) -> tuple[str, str]:
     if not url.isprintable():
         raise ConfigError(
             repr(url), wanted="a URL or a path", found="a control character", remedy="correct it"
+        )
+    if _CHAINED.search(url):
+        raise ConfigError(
+            url,
+            wanted="a URL of one scheme, such as file:// or s3://",
+            found="several, joined by ::",
+            remedy="name the folder or file itself, by one URL",
         )
     if "://" not in url:
         return "file", str(Path(url).expanduser().absolute())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.config import HUB_ID
-from eagle3.errors import ConfigError, EnvironmentMisconfigured, VerifierInvalid
+from eagle3.errors import ConfigError, EnvironmentMisconfigured, ServiceUnavailable, VerifierInvalid
 from eagle3.store import Store, open_store
 from eagle3.verifier import hub
 
@@ -168,7 +168,18 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
             found=f"{source}, which is no folder here",
             remedy="correct the path",
         )
-    root = hub.snapshot(source, revision, allow=list(_SMALL_FILES))
+    try:
+        root = hub.snapshot(source, revision, allow=list(_SMALL_FILES))
+    except ServiceUnavailable as error:
+        if folder.parent == Path() or not folder.parent.is_dir():
+            raise
+        # The first half is a folder here: more likely a path than a repository.
+        raise ConfigError(
+            f"verifier.source: {source}",
+            wanted="a local folder of that name, or the hub",
+            found=f"no such folder in {folder.parent}, and no answer from the hub",
+            remedy="correct the path, or let this machine reach the hub",
+        ) from error
     # A snapshot's folder is named after its commit: what is read later is of the same one.
     return VerifierFiles(store=open_store(str(root)), repo=source, revision=root.name)
 

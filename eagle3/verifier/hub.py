@@ -179,7 +179,7 @@ def _translated(repo: str) -> Iterator[None]:
         raise ServiceUnavailable(
             where,
             wanted="a local folder of that name, or the hub",
-            found=f"neither ({type(error).__name__})",
+            found=f"no such folder, and no answer from the hub ({type(error).__name__})",
             remedy="correct the path, or let this machine reach the hub",
         ) from error
 

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 from vllm.v1.metrics.reader import Counter, Metric, Vector
 
-from eagle3.capture import Completion, Sampling, SpecCounters
+from eagle3.capture import Completion, Sampling, SpecCounters, Told, nobody
 from eagle3.vllm_capture.engine import Engine
 from eagle3.vllm_capture.options import EngineOptions
 
@@ -46,7 +46,9 @@ class VllmGenerator:
         self._engine = Engine(options, arguments, mla_off=draft is not None)
         self._drafting = draft is not None
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
+    ) -> list[Completion]:
         """See `Generator.generate`."""
         if sampling.temperature > 0:
             with self._engine.alive():
@@ -59,7 +61,8 @@ class VllmGenerator:
             logprobs=sampling.num_top_logprobs or None,
             detokenize=False,
         )
-        return [_completion(output.outputs[0]) for output in self._engine.run(prompts, params)]
+        outputs = self._engine.run(prompts, params, told)
+        return [_completion(output.outputs[0]) for output in outputs]
 
     def counters(self) -> SpecCounters:
         """See `SpeculativeGenerator.counters`; zeros without a draft."""

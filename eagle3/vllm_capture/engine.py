@@ -17,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from eagle3.capture import Told, nobody
 from eagle3.errors import ConfigError
 from eagle3.vllm_capture.environment import environment_of, expected_warnings, set_for_now
 from eagle3.vllm_capture.options import EngineOptions, engine_arguments
@@ -117,13 +118,20 @@ class Engine:
         with self.alive(), self._told():
             return [output for output in llm_engine.step() if output.finished]
 
-    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
-        """Hand over all prompts, run to the end, and return the outputs in order."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, told: Told = nobody
+    ) -> list[RequestOutput]:
+        """Hand over all prompts, run to the end, and return the outputs in order.
+
+        `told` hears after each step that finished some how many are.
+        """
         names = self.enqueue(prompts, params)
         finished: dict[str, RequestOutput] = {}
         try:
             while len(finished) < len(names):
-                finished.update((output.request_id, output) for output in self.step())
+                if outputs := self.step():
+                    finished.update((output.request_id, output) for output in outputs)
+                    told(len(finished))
         finally:
             if waiting := [name for name in names if name not in finished]:
                 self.give_up(waiting)
