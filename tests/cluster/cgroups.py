@@ -25,14 +25,13 @@ def supported() -> bool:
 
 
 def make(node: str) -> None:
-    """Make the node's folders; its processors are those that this process may use."""
+    """Make the node's folders, with all processors: the kubelet gives its pods all that it sees."""
     for hierarchy in _hierarchies():
         folder = hierarchy / name(node)
         folder.mkdir(exist_ok=True)
         if (folder / "cpuset.cpus").exists():
-            cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-            (folder / "cpuset.cpus").write_text(cores)
-            (folder / "cpuset.mems").write_text((hierarchy / "cpuset.mems").read_text())
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                (folder / file).write_text((hierarchy / file).read_text())
 
 
 def members(node: str) -> set[int]:

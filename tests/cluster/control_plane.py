@@ -45,7 +45,8 @@ class ControlPlane:
         Raises:
             Late: when it has ended, or does not in time.
         """
-        waiting.until(self._ready, "the API server is ready", seconds=READY_SECONDS)
+        what = "the API server is ready"
+        waiting.until(self._ready, what, seconds=READY_SECONDS, ended=self.processes.ended)
 
     def start_controllers(self) -> None:
         """Start what needs the API server, and gives up when it does not find it soon."""
@@ -65,10 +66,6 @@ class ControlPlane:
         self.processes.start(name, [program(name), *arguments], namespace=where)
 
     def _ready(self) -> bool:
-        for process in self.processes.named("etcd", "kube-apiserver"):
-            if not process.alive():
-                log = self.processes.log(process.name)
-                raise waiting.Late(f"{process.name} has ended; its log is {log}")
         context = ssl.create_default_context(cafile=str(self.identities.authority))
         url = f"https://{self.address}:6443/readyz"
         try:

@@ -61,9 +61,10 @@ class Node:
         command = ["/usr/bin/containerd", f"--config={self.folder / 'containerd.toml'}"]
         self._start(processes, "containerd", command)
 
-    def wait_for_containers(self) -> None:
+    def wait_for_containers(self, processes: Processes) -> None:
         """Wait until containerd answers, and remove what a cluster that died left in it."""
-        waiting.until(self._answers, f"containerd of {self.name} answers", seconds=START_SECONDS)
+        what = f"containerd of {self.name} answers"
+        waiting.until(self._answers, what, seconds=START_SECONDS, ended=processes.ended)
         self.remove_containers()
 
     def start_pods(self, processes: Processes, identities: Identities) -> None:

@@ -85,6 +85,10 @@ class Processes:
                     found.append(Process(**json.loads(line)))
         return found
 
+    def ended(self) -> list[str]:
+        """The names of those that run no more."""
+        return [process.name for process in self.recorded() if not process.alive()]
+
     def named(self, *beginnings: str) -> list[Process]:
         """The processes whose names begin with one of these."""
         return [process for process in self.recorded() if process.name.startswith(beginnings)]

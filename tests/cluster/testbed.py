@@ -144,7 +144,7 @@ def _start(owner: Process | None) -> Cluster:
     for node in cluster.nodes:
         node.start_containers(processes)
     for node in cluster.nodes:
-        node.wait_for_containers()
+        node.wait_for_containers(processes)
         node.import_image(tiny_images.archive("pause"), PAUSE)
         node.import_image(tiny_images.archive("probe"), tiny_images.PROBE)
     plane.wait()
@@ -155,17 +155,14 @@ def _start(owner: Process | None) -> Cluster:
     if not s3_server.answers(s3, weed.alive):
         raise waiting.Late(f"the S3 server did not start; its log is {processes.log('s3')}")
     for name in NODES:
-        _give_gpus(cluster, name)
-    waiting.until(lambda: _ready(cluster), "both nodes are ready", seconds=READY_SECONDS)
-    account = ["--for=create", "serviceaccount/default", "--namespace=default", "--timeout=60s"]
-    cluster.kubectl("wait", *account)
-    if ended := [process.name for process in processes.recorded() if not process.alive()]:
-        raise waiting.Late(f"{', '.join(ended)} ended at once; the logs are in {logs()}")
+        _give_gpus(cluster, name, processes)
+    what = "both nodes are ready, and controllers work"
+    waiting.until(lambda: _ready(cluster), what, seconds=READY_SECONDS, ended=processes.ended)
     record.write()
     return cluster
 
 
-def _give_gpus(cluster: Cluster, node: str) -> None:
+def _give_gpus(cluster: Cluster, node: str, processes: Processes) -> None:
     """Let a node say that it has GPUs, as a device plugin would."""
     path = "/status/capacity/nvidia.com~1gpu"
     patch = json.dumps([{"op": "add", "path": path, "value": GPUS}])
@@ -178,10 +175,15 @@ def _give_gpus(cluster: Cluster, node: str) -> None:
             return False
         return True
 
-    waiting.until(patched, f"{node} has registered", seconds=READY_SECONDS)
+    what = f"{node} has registered"
+    waiting.until(patched, what, seconds=READY_SECONDS, ended=processes.ended)
 
 
 def _ready(cluster: Cluster) -> bool:
+    try:
+        cluster.get("serviceaccount", "default", "--namespace=default")
+    except CommandFailed:
+        return False
     for node in cluster.get("nodes"):
         conditions = {each["type"]: each["status"] for each in node["status"]["conditions"]}
         gpus = node["status"]["allocatable"].get("nvidia.com/gpu")
