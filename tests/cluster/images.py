@@ -184,9 +184,13 @@ class Builder:
         free = shutil.disk_usage(CACHE).free // 2**30
         if name != "python" and free < NEEDS_GIB:
             raise ImagesUnavailable(f"{CACHE} has {free} GiB free and {NEEDS_GIB} are needed")
-        with self._context() as context:
-            arguments = ["--target", name, "--tag", reference, *self._build_flags()]
-            self.buildah("build", *arguments, "--file", str(BASES), str(context))
+        arguments = ["build", "--tag", reference, *self._build_flags()]
+        if name == "compiler":
+            arguments += ["--build-arg", f"STACK={self.base('stack')}"]
+            self.buildah(*arguments, str(BASES.parent / "compiler"))
+            return reference
+        with self._context(name) as context:
+            self.buildah(*arguments, "--target", name, "--file", str(BASES), str(context))
         return reference
 
     def _storage_is_stale(self) -> bool:
@@ -246,7 +250,7 @@ class Builder:
         return flags
 
     @contextmanager
-    def _context(self) -> Iterator[Path]:
+    def _context(self, name: str) -> Iterator[Path]:
         """A folder with what the bases are built from, removed afterwards."""
         rootfs, context = CACHE / f"rootfs-{self.rootfs_key}.tar", CACHE / "context"
         if not rootfs.exists():
@@ -259,7 +263,8 @@ class Builder:
         context.mkdir()
         (context / "rootfs.tar").hardlink_to(rootfs)
         shutil.copy(BASES.parent / "stubs.py", context)
-        install_stack(context)
+        if name == "stack":
+            install_stack(context)
         try:
             yield context
         finally:
