@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -246,8 +247,10 @@ def open_cluster(namespace: str | None = None, context: str | None = None) -> Cl
             config.load_incluster_config()
             own = (_IN_CLUSTER / "namespace").read_text().strip()
             return Cluster(client.ApiClient(), namespace or own)
-        api = config.new_client_from_config(context=context, persist_config=False)
-        contexts, active = config.list_kube_config_contexts()
+        # The client's own default is what the variable was when it was imported.
+        files = os.environ.get("KUBECONFIG")
+        api = config.new_client_from_config(files, context=context, persist_config=False)
+        contexts, active = config.list_kube_config_contexts(files)
     except (ConfigException, OSError) as error:
         raise EnvironmentMisconfigured(
             "KUBECONFIG",

@@ -73,20 +73,24 @@ class JobRecords:
         """The Job that was known to be there. Raises ManifestInvalid."""
         return self._read(_MADE)
 
+    def expect(self, ours: JobRecord) -> None:
+        """Raises IdentityConflict where the Job of another run is recorded here."""
+        standing = self._read(_INTENDED)
+        if standing and (standing.job, standing.namespace) != (ours.job, ours.namespace):
+            raise IdentityConflict(
+                f"{self._store.url}/{_INTENDED}",
+                wanted=f"job {ours.job} in the namespace {ours.namespace}",
+                found=f"job {standing.job} in {standing.namespace}",
+                remedy="give each run a prefix of its own",
+            )
+
     def intend(self, record: JobRecord) -> None:
         """Record the Job that is about to be made, or find the same recorded.
 
-        Raises IdentityConflict where another Job is recorded: the run's prefix is another's too.
+        Raises IdentityConflict as `expect`.
         """
         self._create(_INTENDED, record)
-        standing = self._read(_INTENDED)
-        if standing is None or (standing.job, standing.namespace) != (record.job, record.namespace):
-            raise IdentityConflict(
-                f"{self._store.url}/{_INTENDED}",
-                wanted=f"job {record.job} in the namespace {record.namespace}",
-                found=f"job {standing.job} in {standing.namespace}" if standing else "none",
-                remedy="give each run a prefix of its own",
-            )
+        self.expect(record)
 
     def note(self, record: JobRecord) -> None:
         """Record that the Job is there; which one was first noted stays."""

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from eagle3 import artifact as artifacts
 from eagle3.cluster import Cluster, Object, open_cluster
 from eagle3.diagnosis import diagnose, job_state
@@ -90,6 +92,8 @@ class Runner:
     def _step(self, stage: Stage) -> bool:
         """One stage; whether a Job of it is at work. Raises UpstreamMissing while it is held up."""
         records, name = JobRecords(self._run.store, stage), self._run.job_name(stage.name)
+        ours = JobRecord(job=name, namespace=self._cluster.namespace)
+        records.expect(ours)
         job = self._cluster.job(name)
         # Asked after the Job: one that has ended without a manifest will never have one.
         committed = all(artifacts.find(self._run.store.child(kind)) for kind in stage.writes)
@@ -103,12 +107,11 @@ class Runner:
                 return False
             case Act.MAKE:
                 gate_inputs(self._run.config, self._run.store, stage)
-                records.intend(JobRecord(job=name, namespace=self._cluster.namespace))
+                records.intend(ours)
                 job = self._make(stage)
         assert job is not None, "made, or seen"
         if not made:
-            uid = str(job["metadata"]["uid"])
-            records.note(JobRecord(job=name, namespace=self._cluster.namespace, uid=uid))
+            records.note(msgspec.structs.replace(ours, uid=str(job["metadata"]["uid"])))
         return self._look_at(stage, job)
 
     def _make(self, stage: Stage) -> Object:

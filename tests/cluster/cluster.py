@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from tests.cluster import network
 from tests.cluster.binaries import program
 from tests.cluster.node import Node
+from tests.cluster.processes import Processes
 from tests.s3_server import S3Server
 
 COMMAND_SECONDS = 300.0
@@ -29,6 +31,7 @@ class Cluster:
     kubeconfig: Path
     nodes: tuple[Node, ...] = ()
     s3: S3Server | None = None
+    processes: Processes | None = None
 
     @property
     def ours(self) -> bool:
@@ -61,6 +64,11 @@ class Cluster:
         """Put an OCI archive into every node under a name; nothing is done where it is already."""
         for node in self.nodes:
             node.import_image(archive, name)
+
+    def pause(self, name: str, stopped: bool) -> None:
+        """Stop a process of ours in its tracks, or let it go on."""
+        for process in self.processes.named(name) if self.processes else ():
+            process.signal(signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def cut(self, node: str) -> None:
         """Pull the node's network cable out."""

@@ -230,7 +230,7 @@ def _lives(record: Record) -> bool:
 
 def _cluster(record: Record) -> Cluster:
     kubeconfig = Identities(STATE / "identities", "").kubeconfig("admin")
-    return Cluster(kubeconfig=kubeconfig, nodes=_nodes(), s3=record.s3)
+    return Cluster(kubeconfig=kubeconfig, nodes=_nodes(), s3=record.s3, processes=_processes())
 
 
 def _nodes() -> tuple[Node, ...]:
