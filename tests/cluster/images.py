@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class BuiltImage:
         name: gate, base, extract or train; or stack, which the last three need imported first.
         reference: the name that pods give.
         layers: sha256 -> bytes of each layer, the lowest first.
-        megabytes: the size of all its layers, unpacked (10**6 bytes).
+        megabytes: all its layers as a registry holds them, compressed (10**6 bytes).
         archive_megabytes: the size of the archive, without the stack's layers.
         seconds: what building and archiving took, when it was built.
     """
@@ -161,7 +161,7 @@ class Builder:
         else:
             self._build_stage(name)
             reference = f"localhost/eagle3-{name}:test"
-        standing = {} if name in ("stack", "gate") else self.image("stack").layers
+        standing: Collection[str] = () if name in ("stack", "gate") else self.image("stack").layers
         layers = self._write_archive(reference, archive, standing)
         built = BuiltImage(
             name=name,
@@ -271,23 +271,18 @@ class Builder:
             shutil.rmtree(context)
 
     def _write_archive(
-        self, reference: str, archive: Path, without: dict[str, int]
+        self, reference: str, archive: Path, without: Collection[str]
     ) -> dict[str, int]:
         """Write an OCI archive that leaves layers out; return digest -> bytes of all its layers.
 
-        What is left out stands in the layout as an empty file of its size, so that it is taken
-        for written already. Layers are not compressed: their digests are then the storage's own.
+        buildah compresses the same layer to the same bytes each time, so that what is left out is
+        what the stack's archive has.
         """
         layout, part = CACHE / "layout", archive.with_suffix(".part")
         shutil.rmtree(layout, ignore_errors=True)
         blobs = layout / "blobs" / "sha256"
         blobs.mkdir(parents=True)
-        for digest, size in without.items():
-            with (blobs / digest).open("wb") as file:
-                file.truncate(size)
-        self.buildah(
-            "push", "--quiet", "--disable-compression", reference, f"oci:{layout}:{reference}"
-        )
+        self.buildah("push", "--quiet", reference, f"oci:{layout}:{reference}")
         # Without the name in it: who imports it gives the name.
         index = json.loads((layout / "index.json").read_text())
         index["manifests"][0].pop("annotations", None)

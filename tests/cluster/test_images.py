@@ -29,7 +29,7 @@ from tests.cluster.images import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
-SMALL_MEGABYTES = 500
+SMALL_MEGABYTES = 150
 # Python's own start and the store's libraries, on a machine that does other things besides.
 START_SECONDS = 5
 MODULES = [("gate", "gate"), ("gate", "runner"), *((one.image, one.name) for one in STAGES)]
