@@ -51,7 +51,7 @@ class Processes:
         self._record, self._logs = record, logs
 
     def start(self, name: str, command: Sequence[str], *, namespace: str = "") -> Process:
-        """Start a process in a session of its own, in a network namespace if one is named.
+        """Start a process that outlives its starter, in a network namespace if one is named.
 
         Its output goes to `name`.log. The id stays the command's, since nsenter becomes it.
         `ip netns exec` would mount another /sys, in which the kubelet finds no cgroups.
