@@ -96,7 +96,10 @@ def build_images() -> dict[str, BuiltImage]:
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         builder = Builder()
-        return {name: builder.image(name) for name in ("stack", *STANDS_ON)}
+        try:
+            return {name: builder.image(name) for name in ("stack", *STANDS_ON)}
+        finally:
+            builder.close()
 
 
 def check_machine() -> None:
@@ -217,6 +220,15 @@ class Builder:
         if done.returncode:
             raise ImagesUnavailable(f"buildah {arguments[0]} ended with {done.returncode}")
         return done.stdout
+
+    def close(self) -> None:
+        """Remove what an interrupted build left, and the mount that the storage makes of itself."""
+        self.buildah("rm", "--all")
+        overlay = str(CACHE / "storage" / "overlay")
+        if any(
+            line.split()[1] == overlay for line in Path("/proc/mounts").read_text().splitlines()
+        ):
+            subprocess.run(["umount", overlay], check=True)
 
     def config(self, reference: str) -> dict[str, Any]:
         """The image's configuration: Env, Entrypoint, Cmd, User, WorkingDir, Labels."""

@@ -80,7 +80,7 @@ class Runtime:
     def close(self) -> None:
         for container in self.containers.values():
             self.builder.buildah("umount", container)
-            self.builder.buildah("rm", container)
+        self.builder.close()
 
 
 def specification(root: str, config: dict[str, Any], command: list[str]) -> dict[str, Any]:
