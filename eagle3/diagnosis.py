@@ -31,13 +31,13 @@ _STUCK = {
 # Events that say why a pod of ours does not begin.
 _BLOCKING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedBinding")
 _BY_JOB_REASON = {
-    "DeadlineExceeded": "raise the stage's deadlineSeconds; the work so far is saved",
+    "DeadlineExceeded": "raise the stage's deadlineSeconds, then retry it; what is finished is kept",
     "BackoffLimitExceeded": "see the pods' last words, mend the cause, then retry the stage",
     "MaxFailedIndexesExceeded": "see the pods' last words, mend the cause, then retry the stage",
     "FailedIndexes": "see the pods' last words, mend the cause, then retry the stage",
     "PodFailurePolicy": "mend what the pod complained of, then retry the stage",
 }
-_KILLED = {137: "killed (SIGKILL)", 143: "stopped by SIGTERM, the work so far is saved"}
+_KILLED = {137: "killed (SIGKILL)", 143: "stopped by SIGTERM; what is finished is kept"}
 
 
 @dataclass(frozen=True, kw_only=True)

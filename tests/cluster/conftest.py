@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.cluster import release
 from tests.cluster.cluster import Cluster, Namespace
+from tests.cluster.images import ImagesUnavailable, build_images, record
 from tests.cluster.testbed import Unavailable, running_cluster
 
 
@@ -34,6 +37,44 @@ def our_cluster(cluster: Cluster) -> Cluster:
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[Namespace]:
     """A namespace that admits only pods of the standard `restricted`; deleted afterwards."""
+    with _new_namespace(cluster) as mine:
+        yield mine
+
+
+@pytest.fixture(scope="module")
+def module_namespace(cluster: Cluster) -> Iterator[Namespace]:
+    """The same, for a whole file of tests."""
+    with _new_namespace(cluster) as mine:
+        yield mine
+
+
+@pytest.fixture(scope="session")
+def loaded(cluster: Cluster) -> Cluster:
+    """Our cluster, with the project's images on every node."""
+    if not cluster.ours:
+        pytest.skip("KUBECONFIG names a cluster that is not ours to operate on.")
+    try:
+        images = build_images()
+    except ImagesUnavailable as reason:
+        pytest.skip(f"{reason}.")
+    record(images)
+    release.load_images(cluster, images)
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def inputs(loaded: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The configuration of a tiny run, whose verifier and chats lie in the cluster's bucket.
+
+    The variables by which this process reads that bucket stay set as long.
+    """
+    assert loaded.s3 is not None
+    with release.environment(loaded.s3):
+        yield dict(release.upload_inputs(tmp_path_factory.mktemp("inputs")))
+
+
+@contextlib.contextmanager
+def _new_namespace(cluster: Cluster) -> Iterator[Namespace]:
     mine = Namespace(cluster=cluster, name=f"eagle3-{secrets.token_hex(4)}")
     mine.make()
     yield mine
