@@ -31,7 +31,7 @@ _STUCK = {
 # Events that say why a pod of ours does not begin.
 _BLOCKING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedBinding")
 _BY_JOB_REASON = {
-    "DeadlineExceeded": "raise the stage's deadlineSeconds, then retry it; what is finished is kept",
+    "DeadlineExceeded": "raise deadlineSeconds, then retry the stage; what is finished is kept",
     "BackoffLimitExceeded": "see the pods' last words, mend the cause, then retry the stage",
     "MaxFailedIndexesExceeded": "see the pods' last words, mend the cause, then retry the stage",
     "FailedIndexes": "see the pods' last words, mend the cause, then retry the stage",

@@ -238,7 +238,7 @@ class TestPods:
         assert allowed == {
             "jobs": {"get", "list", "create", "patch"},
             "pods": {"get", "list"},
-            "events": {"create", "patch"},
+            "events": {"list", "create", "patch"},
             "configmaps": {"get", "patch"},
         }
 
