@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test check lint unit lock bench-extract manifests images testbed cluster-up cluster-down clean
+.PHONY: help setup demo test test-cluster check lint unit lock bench-extract manifests images testbed cluster-up cluster-down clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -23,9 +23,13 @@ demo: setup ## train and measure a draft for SmolLM2-135M on human chats, all st
 	@TQDM_DISABLE=1 $(PYTHON) -m jobs.demo_inputs
 	@.venv/bin/eagle3 run --config docs/examples/demo.yaml --store $(STORE)
 
-test: setup ## every test, as CI runs them
+test: setup ## every test but those of the container images, as CI runs them
 	@bash .ci/testbed
-	@$(PYTHON) -m pytest $(WORKERS)
+	@$(PYTHON) -m pytest $(WORKERS) -m "not images"
+
+test-cluster: setup ## the tests of images, pods and nodes on the test cluster; see AGENTS.md
+	@bash .ci/testbed
+	@$(PYTHON) -m pytest tests/cluster
 
 check: setup ## lint, types and the tests without engines: the inner loop
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit

@@ -31,7 +31,7 @@ from eagle3.progress import in_words, read_progress
 from eagle3.stages import Stage
 from jobs.installed import InstalledRun, read_files
 from jobs.local import write_summary
-from jobs.process import gate_inputs, guarded, stop_requested
+from jobs.process import gate_inputs, guarded, input_urls, stop_requested
 
 POLL_SECONDS = 10.0
 
@@ -106,6 +106,7 @@ class Runner:
                 self.failure = records.vanished()
                 return False
             case Act.MAKE:
+                self._refuse_early(stage)
                 gate_inputs(self._run.config, self._run.store, stage)
                 records.intend(ours)
                 job = self._make(stage)
@@ -113,6 +114,19 @@ class Runner:
         if not made:
             records.note(msgspec.structs.replace(ours, uid=str(job["metadata"]["uid"])))
         return self._look_at(stage, job)
+
+    def _refuse_early(self, stage: Stage) -> None:
+        """The gate lists objects: it is not asked while a stage of this run is still to commit."""
+        urls = input_urls(self._run.config, self._run.store, stage)
+        for one in self._run.stages:
+            own = {self._run.store.child(kind).url for kind in one.writes}
+            if one.name not in self._committed and own & set(urls.values()):
+                raise UpstreamMissing(
+                    f"{stage.name}: {one.name}",
+                    wanted="a committed artefact",
+                    found="none yet",
+                    remedy=f"wait for {one.name}",
+                )
 
     def _make(self, stage: Stage) -> Object:
         body = copy.deepcopy(self._run.bodies[stage.name])

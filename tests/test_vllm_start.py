@@ -145,6 +145,8 @@ class TestRefusals:
         )
         assert died(log).found == "torch.OutOfMemoryError: CUDA is full"
         assert "killed" in died("").found
+        kernels = died("InductorError: InvalidCxxCompiler: No working C++ compiler found")
+        assert (kernels.exit_code, "g++" in kernels.remedy) == (78, True)
 
     def test_b104_the_words_of_another_process_are_read_from_its_log(self, tmp_path: Path) -> None:
         """Its exception stays there; the exception here only says that there was one."""

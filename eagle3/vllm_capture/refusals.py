@@ -26,6 +26,8 @@ _TOO_LITTLE_MEMORY = (
 
 _RAISED = re.compile(r"[\w.]*(Error|Exception): ")
 
+_NO_COMPILER = ("InvalidCxxCompiler", "Failed to find C compiler")
+
 _UNKNOWN_ARCHITECTURE = (
     "are not supported for now",
     "does not recognize this architecture",
@@ -89,13 +91,20 @@ def explain_extra(text: str, extra: Mapping[str, Any]) -> ConfigError | None:
     )
 
 
-def died(text: str) -> ServiceUnavailable:
+def died(text: str) -> Eagle3Error:
     """One sentence for an engine whose processes ended while it was at work.
 
     Args:
         text: what they logged as errors; nothing where they were killed.
     """
     raised = [line.strip() for line in text.splitlines() if _RAISED.match(line)]
+    if line := _line_with(_NO_COMPILER, text):
+        return EnvironmentMisconfigured(
+            "engine",
+            wanted="a C++ compiler, with which PyTorch makes kernels for a CPU",
+            found=line,
+            remedy="install g++, or use an image that has one",
+        )
     silent = "its process ended without a word, as one does that is killed for its memory"
     return ServiceUnavailable(
         "engine",

@@ -4,7 +4,7 @@
 the cache folder (`eagle3-testbed/images`), keyed by all that goes in; nothing is left mounted.
 
 The bases stand where the official images cannot be had: `python` is a small Debian, `stack` adds
-vLLM for CPUs with PyTorch (without what only GPUs need), `compiler` adds a C compiler. The stack is
+vLLM for CPUs with PyTorch (without what only GPUs need), `compiler` adds one. The stack is
 several gigabytes, so it is one archive, and the archives of the images on it hold only their own
 layers: import the stack first. Needs root, Linux, buildah, mmdebstrap and uv.
 """
@@ -57,7 +57,7 @@ STUBBED = (
 )
 LOADED = ("libcudart", "libcudnn.", "libcufile.", "libcupti", "libnvshmem_host")
 # The base that each image stands on in the tests.
-STANDS_ON = {"gate": "python", "base": "stack", "extract": "stack", "train": "compiler"}
+STANDS_ON = {"gate": "python", "base": "stack", "extract": "compiler", "train": "compiler"}
 
 
 class ImagesUnavailable(Exception):

@@ -10,9 +10,10 @@ from eagle3.stages import STAGE_NAMES
 from tests.cluster import figures
 from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, pods_of, values_of
+from tests.s3_server import BUCKET
 from tests.tiny_run import artifact_at
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def installed(
         namespace=module_namespace,
         name="tiny",
         folder=tmp_path_factory.mktemp("release"),
-        values=values_of(loaded.s3, inputs),
+        values=values_of(loaded.s3, inputs, store=f"s3://{BUCKET}/{module_namespace.name}"),
     )
     started = time.monotonic()
     release.helm("install", "--wait-for-jobs=false")

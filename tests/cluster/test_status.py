@@ -23,7 +23,7 @@ from jobs.runner import Runner
 from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, values_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "status.json"
 RECORD = bool(os.environ.get("EAGLE3_RECORD"))

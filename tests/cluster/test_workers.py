@@ -20,7 +20,7 @@ from tests.cluster.release import Release, give_credentials, merged, pods_of, va
 from tests.s3_server import BUCKET
 from tests.tiny_run import artifact_at, content_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STAGE = "extract"
 UNIT_ROWS = 4
