@@ -29,7 +29,7 @@ test: setup ## every test but those of the container images, as CI runs them
 
 test-cluster: setup ## the tests of images, pods and nodes on the test cluster; see AGENTS.md
 	@bash .ci/testbed
-	@$(PYTHON) -m pytest tests/cluster
+	@EAGLE3_CLUSTER=required $(PYTHON) -m pytest tests/cluster
 
 check: setup ## lint, types and the tests without engines: the inner loop
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
