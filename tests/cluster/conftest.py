@@ -17,7 +17,6 @@ from tests.cluster.images import ImagesUnavailable, build_images, record
 from tests.cluster.places import logs
 from tests.cluster.testbed import Unavailable, running_cluster
 
-
 DID_NOT_START = (OSError, subprocess.SubprocessError, waiting.Late, CommandFailed, RuntimeError)
 
 
