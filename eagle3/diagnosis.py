@@ -37,7 +37,7 @@ _BY_JOB_REASON = {
     "FailedIndexes": "see the pods' last words, mend the cause, then retry the stage",
     "PodFailurePolicy": "mend what the pod complained of, then retry the stage",
 }
-_KILLED = {137: "killed (SIGKILL)", 143: "stopped by SIGTERM; what is finished is kept"}
+_KILLED = {137: "SIGKILL", 143: "SIGTERM, at which what is finished is kept"}
 
 
 @dataclass(frozen=True, kw_only=True)

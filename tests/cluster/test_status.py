@@ -7,7 +7,6 @@ objects that it was made from, from which `tests/test_diagnosis.py` makes it wit
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,10 @@ from jobs.installed import InstalledRun, read_cluster
 from jobs.runner import Runner
 from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, values_of
+from tests.test_diagnosis import GOLDEN, plain
 
 pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(900)]
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "status.json"
 RECORD = bool(os.environ.get("EAGLE3_RECORD"))
 
 
@@ -179,18 +178,6 @@ def test_a_broken_upstream_fails_the_job_at_once(
     rows = {row.stage: row for row in operate.status(run, kubernetes)}
     assert rows["extract"].state == "failed"
     assert "run prepare first" in rows["extract"].what or "run regenerate" in rows["extract"].what
-
-
-def plain(text: str) -> str:
-    """A sentence without what differs from run to run."""
-    text = re.sub(r"status-s\d+(-[a-z]+)?(-[a-z0-9]{5})?", r"RUN\1", text)
-    text = re.sub(r"eagle3-[0-9a-f]{8}", "NAMESPACE", text)
-    text = re.sub(r"http://[\d.]+:\d+", "ENDPOINT", text)
-    text = re.sub(r"\.probe-[0-9a-f]+", ".probe", text)
-    text = re.sub(r"ErrImagePull|ImagePullBackOff", "ErrImagePull", text)
-    if "ErrImagePull" in text:
-        text = re.sub(r"ErrImagePull: .*;", "ErrImagePull: REASON;", text)
-    return re.sub(r"\d+ Insufficient [^,.]*", "N Insufficient", text)
 
 
 def record(case: str, state: str, what: str, objects: dict[str, Any]) -> None:
