@@ -103,7 +103,8 @@ def scale(run: InstalledRun, cluster: Cluster, stage: str, workers: int) -> str:
 def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
     """Let a stage be tried again: its ended Job and the records of it go, its work stays.
 
-    Raises ConfigError while its Job is at work or its artefact is committed.
+    Raises ConfigError while its Job is at work or its artefact is committed, TemporaryFailure
+    where the old Job does not go.
     """
     name = run.job_name(stage)
     job = cluster.job(name)
@@ -117,6 +118,8 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
         )
     if job is not None:
         cluster.delete_job(job)
+        # An orderer that looks meanwhile must not take the old Job for the new one.
+        cluster.wait_until_gone(job)
     JobRecords(run.store, stage_named(stage)).forget()
     return f"{stage}: may be tried again"
 

@@ -229,24 +229,25 @@ def guarded(name: str, body: Callable[[], None]) -> int:
         body()
     except Eagle3Error as error:
         return _refused(name, error)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        full = EnvironmentMisconfigured(
-            error.filename or tempfile.gettempdir(),
-            wanted="room for what passes through this machine",
-            found=error.strerror,
-            remedy="free space, or set TMPDIR to a larger disk",
-        )
-        return _refused(name, full)
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run it again to continue", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _refused(name, _no_room(error))
         # A fault of this program: Python prints where it lies, and the record is kept as well.
         _write_termination({"stage": name, "error": type(error).__name__, "found": str(error)})
         raise
     return 0
+
+
+def _no_room(error: OSError) -> EnvironmentMisconfigured:
+    return EnvironmentMisconfigured(
+        error.filename or tempfile.gettempdir(),
+        wanted="room for what passes through this machine",
+        found=error.strerror,
+        remedy="free space, or set TMPDIR to a larger disk",
+    )
 
 
 def _refused(name: str, error: Eagle3Error) -> int:

@@ -68,17 +68,14 @@ def test_an_error_of_ours_is_an_exit_code_a_sentence_and_a_record(
     assert termination(tmp_path)["error"] == kind.__name__
 
 
-def test_a_fault_of_ours_keeps_its_traceback_and_is_recorded_too(arguments, tmp_path):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, BrokenPipeError])
+def test_a_fault_of_ours_keeps_its_traceback_and_is_recorded_too(arguments, tmp_path, kind):
     def story(run: StageRun) -> str:
-        raise ZeroDivisionError("a bug")
+        raise kind("a bug")
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(kind):
         run_stage("train", story, arguments)
-    assert termination(tmp_path) == {
-        "stage": "train",
-        "error": "ZeroDivisionError",
-        "found": "a bug",
-    }
+    assert termination(tmp_path) == {"stage": "train", "error": kind.__name__, "found": "a bug"}
 
 
 @pytest.mark.parametrize("letter", ["x", "ü", '"', "\n"])
