@@ -197,6 +197,22 @@ def test_a_job_that_ended_without_a_manifest_is_a_failure(
         order(run, real, said.append, 0.2)
 
 
+def test_a_runner_that_has_ended_is_started_again_with_the_same_body(
+    real: Cluster, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path)
+    body = body_of("runner", run.store.url, suspend=False)
+    body["spec"].update(parallelism=0, completions=0)
+    first = real.create_job(body)
+    wait_for(lambda: operate.restart_runner(run, real) == "runner: started again")
+    second = real.job("drafts-one-runner")
+    assert second is not None
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    assert second["metadata"]["labels"] == first["metadata"]["labels"]
+    containers = [job["spec"]["template"]["spec"]["containers"] for job in (first, second)]
+    assert containers[0] == containers[1]
+
+
 def test_a_broken_upstream_ends_the_run_before_any_job_of_its_reader(
     real: Cluster, tmp_path: Path, said: list[str]
 ) -> None:
@@ -276,8 +292,10 @@ def test_what_the_release_owns_goes_with_it(
     runner = Runner(run, real, said.append)
     runner.adopt()
     runner.step()
+    assert len(real.jobs("")) == 1
     namespace.kubectl("delete", "configmap", "drafts")
     wait_for(lambda: not real.jobs("") and real.config_map("drafts-one") is None)
+    assert run.store.list("work"), "what lies in the store stays"
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
