@@ -1,0 +1,68 @@
+"""The commands that look at a run in a cluster, and change how it goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from eagle3.cluster import Cluster, open_cluster
+from jobs import operate
+from jobs.cli.options import Context, Namespace, RunName, RunOption, refuse_no_stage, tell
+from jobs.installed import InstalledRun, read_cluster
+from jobs.process import guarded
+from jobs.runner import order
+
+
+def status(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
+    """Show how a run stands, and what is in its way."""
+    cluster, found = _in_cluster(run, namespace, context)
+    operate.show(found, operate.status(found, cluster), Console())
+    return 0
+
+
+def submit(
+    run: RunName,
+    namespace: Namespace = None,
+    context: Context = None,
+    poll_seconds: Annotated[float, typer.Option(min=0.1, help="between two looks")] = 10.0,
+) -> int:
+    """Order a run's stages from here, as its runner does."""
+    cluster, found = _in_cluster(run, namespace, context)
+    return guarded("submit", lambda: order(found, cluster, tell, poll_seconds))
+
+
+def scale(
+    stage: Annotated[str, typer.Argument(help="regenerate or extract")],
+    run: RunOption,
+    workers: Annotated[int, typer.Option(min=1, max=1000, help="pods that share its work")],
+    namespace: Namespace = None,
+    context: Context = None,
+) -> int:
+    """Give a stage that is running more workers, or fewer."""
+    refuse_no_stage("stage", stage)
+    cluster, found = _in_cluster(run, namespace, context)
+    tell(operate.scale(found, cluster, stage, workers))
+    return 0
+
+
+def retry(
+    stage: Annotated[str, typer.Argument(help="the stage that failed")],
+    run: RunOption,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> int:
+    """Let a stage that failed, and its runner, start again."""
+    refuse_no_stage("stage", stage)
+    cluster, found = _in_cluster(run, namespace, context)
+    tell(operate.retry(found, cluster, stage))
+    tell(operate.restart_runner(found, cluster))
+    return 0
+
+
+def _in_cluster(
+    run: str, namespace: str | None, context: str | None
+) -> tuple[Cluster, InstalledRun]:
+    cluster = open_cluster(namespace, context)
+    return cluster, read_cluster(cluster, run)
