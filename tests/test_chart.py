@@ -294,6 +294,20 @@ class TestPods:
             selector = pod.get("nodeSelector", {}).get("nvidia.com/gpu.product")
             assert selector == ("NVIDIA-B200" if stage.gpus else None)
 
+    def test_without_a_gpu_a_stage_has_as_many_threads_as_it_asked_processors_for(self, helm):
+        def threads(job):
+            env = main_of(job["spec"]["template"]["spec"])["env"]
+            found = [one for one in env if one["name"] == "OMP_NUM_THREADS"]
+            return [one.get("value", one.get("valueFrom")) for one in found]
+
+        asked = [{"resourceFieldRef": {"containerName": "stage", "resource": "requests.cpu"}}]
+        assert all(threads(job) == asked for job in helm.release(CPU).jobs.values())
+        kimi = helm.release(KIMI).jobs
+        assert not threads(kimi["extract"]), "with a GPU it is the engine's own affair"
+        assert threads(kimi["prepare"]) == asked
+        given = helm.release(CPU, 'stages.train.env.OMP_NUM_THREADS="6"').jobs
+        assert threads(given["train"]) == ['"6"']
+
     def test_disk_is_requested_and_bounded(self, helm):
         for job in helm.release(KIMI).jobs.values():
             pod = job["spec"]["template"]["spec"]

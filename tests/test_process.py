@@ -15,6 +15,7 @@ from eagle3 import __version__, errors
 from eagle3 import artifact as artifacts
 from eagle3.manifest import Manifest
 from eagle3.store import open_store
+from jobs import runner
 from jobs.process import TERMINATION_BYTES, StageRun, run_stage
 from tests.conftest import started
 from tests.upstreams import CONFIG, commit_upstreams
@@ -95,6 +96,23 @@ def test_wrong_arguments_are_a_usage_error(wrong, capsys, monkeypatch, tmp_path)
     monkeypatch.setenv("EAGLE3_TERMINATION_LOG", str(tmp_path / "termination-log"))
     assert run_stage("train", lambda run: "never", wrong) == 64
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([], "--config, --jobs"),
+        (["--config", "r", "--jobs", "j", "--x"], "unrecognized arguments: --x"),
+        (["--config", "r", "--jobs", "j", "--poll-seconds", "0"], "seconds above 0, found '0'"),
+        (["--config", "r", "--jobs", "j", "--poll-seconds", "x"], "seconds above 0, found 'x'"),
+    ],
+)
+def test_the_runner_s_wrong_arguments_are_a_usage_error_too(wrong, words, capsys):
+    assert runner.main(wrong) == 64
+    told = capsys.readouterr().err
+    assert told.startswith("runner: arguments: ")
+    assert words in told
+    assert told.count("\n") == 1
 
 
 def test_a_run_without_a_store_is_a_usage_error(arguments, capsys, monkeypatch):

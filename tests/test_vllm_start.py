@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import logging.config
+import os
 import pkgutil
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 import eagle3.vllm_capture
 from eagle3.errors import ConfigError, EnvironmentMisconfigured, VerifierInvalid
 from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
+from eagle3.vllm_capture.environment import environment_of
 from eagle3.vllm_capture.options import FREE, OF_A_USE, engine_arguments
 from eagle3.vllm_capture.refusals import died, explain, read_errors, write_logging_config
 from tests.tiny_verifiers import make_kimi, make_llama
@@ -46,6 +48,18 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(model: Path) -> Any:
     return json.loads((model / "config.json").read_text())
+
+
+def test_an_engine_takes_the_threads_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(num_threads: int | None) -> str:
+        found = environment_of(True, num_threads=num_threads, mla_off=False)
+        return found["OMP_NUM_THREADS"]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads(None) == str(len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads(None) == "7"
+    assert threads(3) == "3"
 
 
 class TestUpstreamNames:

@@ -26,7 +26,8 @@ def environment_of(
     Threads: left alone, vLLM keeps one core free for its scheduler process, or two where
     states are captured, unless that would leave none: on two cores a plain engine then computes
     on one and a capturing one on both. It also pins to cores, so that two engines share the
-    same. Here every engine gets the threads that were asked for, and is not pinned.
+    same. Here every engine gets the threads that were asked for, else those that its surroundings
+    ask for by OMP_NUM_THREADS, else one for each CPU that it may use; and it is not pinned.
     """
     wanted = {
         "HF_HUB_OFFLINE": "1",
@@ -38,11 +39,17 @@ def environment_of(
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if current_platform.is_cpu():
-        threads = num_threads or len(os.sched_getaffinity(0))
+        threads = num_threads or _threads_of_surroundings() or len(os.sched_getaffinity(0))
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["OMP_NUM_THREADS"] = str(threads)
         wanted["VLLM_MLA_DISABLE"] = "1" if mla_off else "0"
     return wanted
+
+
+def _threads_of_surroundings() -> int | None:
+    """OMP_NUM_THREADS, by which a pod says how much of its node is its own; None without it."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() else None
 
 
 @contextmanager

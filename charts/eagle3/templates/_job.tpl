@@ -8,7 +8,7 @@
 {{- $claimed := and .facts.readsWeights $values.weights.claim -}}
 {{- $volumes := dict "root" $root "scratch" $size.scratch "shm" $size.shm "weights" $claimed -}}
 {{- $digest := (index $values.images .facts.image).digest -}}
-{{- $env := dict "root" $root "env" $size.env "digest" $digest -}}
+{{- $env := dict "root" $root "env" $size.env "digest" $digest "threads" (not $size.gpus) -}}
 apiVersion: batch/v1
 kind: Job
 metadata:

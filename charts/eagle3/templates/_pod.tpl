@@ -34,7 +34,9 @@ securityContext:
 {{- end -}}
 
 {{/* The environment, the same in a stage and in its gate: one identity, or the gate proves nothing.
-     Everything that writes is sent to the volume /scratch. Takes root, env, digest. */}}
+     Everything that writes is sent to the volume /scratch. Without a GPU there are as many threads as
+     processors were asked for, rounded up: two engines that each take all of a node wait for each
+     other's threads. Takes root, env, digest, threads. */}}
 {{- define "eagle3.env" -}}
 {{- $usual := dict
   "HOME" "/scratch"
@@ -58,6 +60,13 @@ securityContext:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
+{{- if and .threads (not (hasKey $env "OMP_NUM_THREADS")) }}
+- name: OMP_NUM_THREADS
+  valueFrom:
+    resourceFieldRef:
+      containerName: stage
+      resource: requests.cpu
+{{- end }}
 {{- range $name, $value := $env }}
 - name: {{ $name }}
   value: {{ $value | quote }}
