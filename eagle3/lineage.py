@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.errors import AcceptanceInvalid, ManifestInvalid, UpstreamMissing
+from eagle3.errors import AcceptanceInvalid, Eagle3Error, ManifestInvalid, UpstreamMissing
 from eagle3.manifest import MANIFEST_NAME, InputRef
 from eagle3.stages import ARTIFACT_KINDS
 from eagle3.store import open_store
@@ -18,6 +19,76 @@ class _Row(msgspec.Struct, frozen=True):
     """The one field of a prepared row that tells which conversation it is of."""
 
     conversation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """An artefact in the tree of what another was made from.
+
+    Attributes:
+        name: the consumer's name for this input; empty for the artefact asked about.
+        ref: the kind, URL and digest that the consumer recorded, or the artefact's own.
+        artifact: what stands there, or None where the link is broken.
+        error: why it is broken.
+        below: what it was made from; empty where it is told further up in the tree.
+        repeated: whether it is told further up.
+    """
+
+    name: str
+    ref: InputRef
+    artifact: Artifact | None = None
+    error: Eagle3Error | None = None
+    below: tuple[Link, ...] = ()
+    repeated: bool = False
+
+    def errors(self) -> Iterator[Eagle3Error]:
+        """What is broken in it and below it, from the top down."""
+        if self.error is not None:
+            yield self.error
+        for link in self.below:
+            yield from link.errors()
+
+
+def trace(start: Artifact) -> Link:
+    """The tree of all that an artefact was made from, broken links in their places.
+
+    A link is broken where nothing is committed, where another content stands by now, and where a
+    store does not answer or refuses: none of these raises.
+    """
+    return _traced("", start.ref(), start, {start.digest})
+
+
+def _traced(name: str, ref: InputRef, artifact: Artifact, told: set[str]) -> Link:
+    below = []
+    for input_name, upstream in sorted(artifact.manifest.inputs.items()):
+        try:
+            found = _open(upstream, artifact)
+        except Eagle3Error as error:
+            below.append(Link(name=input_name, ref=upstream, error=error))
+            continue
+        if found.digest in told:
+            below.append(Link(name=input_name, ref=upstream, artifact=found, repeated=True))
+            continue
+        told.add(found.digest)
+        below.append(_traced(input_name, upstream, found, told))
+    return Link(name=name, ref=ref, artifact=artifact, below=tuple(below))
+
+
+def artifact_or_last(url: str) -> Artifact:
+    """The artefact at a prefix, or the last one of the run whose prefix it is.
+
+    Raises UpstreamMissing, ManifestInvalid, and ConfigError for a URL of no store.
+    """
+    store = open_store(url)
+    for place in (store, *(store.child(kind) for kind in reversed(ARTIFACT_KINDS))):
+        if (found := artifacts.find(place)) is not None:
+            return found
+    raise UpstreamMissing(
+        f"{store.url}/{MANIFEST_NAME}",
+        wanted="a committed artefact, or a run that holds one",
+        found="no manifest here, and none of any kind below",
+        remedy="correct the URL",
+    )
 
 
 def walk(start: Iterable[Artifact]) -> list[Artifact]:
@@ -92,13 +163,13 @@ def _open(ref: InputRef, consumer: Artifact) -> Artifact:
             f"{ref.url}/{MANIFEST_NAME}",
             wanted=f"the {ref.artifact} artefact that {consumer.store.url} was made from",
             found="no manifest",
-            remedy="put it back: without it nobody can tell what the draft was trained on",
+            remedy="put it back: without it nobody can tell what the data was made from",
         )
     if found.digest != ref.digest:
         raise ManifestInvalid(
             f"{ref.url}/{MANIFEST_NAME}",
             wanted=f"content {ref.digest[:16]}, which {consumer.store.url} was made from",
             found=found.digest[:16],
-            remedy="evaluate a draft whose upstream artefacts are still as they were",
+            remedy="put back what was there, or make again what was made from it",
         )
     return found

@@ -14,6 +14,7 @@ from eagle3.conversations.messages import COLUMNS
 from eagle3.stages import ARTIFACT_KINDS, STAGE_NAMES, STAGES, stage_named
 from eagle3.store import open_store
 from jobs import process
+from jobs.cli.artifacts import COMMANDS
 from jobs.process import input_urls
 from tests.conftest import ROOT
 
@@ -32,6 +33,12 @@ NO_STAGES = {
     "installed",
     "runner",
     "operate",
+    "lineage",
+    "delete",
+    "importing",
+    "plan",
+    "show",
+    "verify",
 }
 
 # File, in which a path or target that is written down must exist.
@@ -72,7 +79,7 @@ def test_the_command_has_every_stage():
         check=True,
     )
     listed = re.findall(r"^  (\w+)  ", done.stdout, flags=re.MULTILINE)
-    own = {"run", "gate", "config", "status", "submit", "scale", "retry"}
+    own = {"run", "gate", "config", "status", "submit", "scale", "retry", *COMMANDS}
     assert set(listed) == {*STAGE_NAMES, *own}
 
 
