@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -25,6 +26,7 @@ from eagle3.manifest import (
     digest,
     encode,
     identity_of,
+    sealed,
     split,
     totals,
 )
@@ -142,12 +144,12 @@ def test_a_manifest_without_a_required_field_is_refused_by_its_name(field):
     record = json.loads(encode(MANIFEST))
     del record[field]
     with pytest.raises(ManifestInvalid, match=field):
-        decode(json.dumps(record).encode(), "m")
+        decode(sealed(record), "m")
 
 
 def test_a_field_of_a_newer_writer_is_ignored():
-    record = json.loads(encode(MANIFEST)) | {"colour": "green"}
-    assert decode(json.dumps(record).encode(), "m") == MANIFEST
+    record = json.loads(encode(MANIFEST)) | {"colour": "green", "a": {"seal": "0" * 64}}
+    assert decode(sealed(record), "m") == MANIFEST
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,18 @@ def test_sums_that_do_not_add_up_are_refused_by_field(field, wrong):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "../other/x", "a/../../x", "data_config.json", FILES[0].path]
+    "path",
+    [
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "",
+        "a//b",
+        "./a",
+        "a\x1b[2J",
+        "data_config.json",
+        FILES[0].path,
+    ],
 )
 def test_objects_outside_the_prefix_or_named_twice_are_refused(path):
     entry = FileEntry(path=path, bytes=1, sha256="e" * 64)
@@ -265,6 +278,7 @@ _REST = """  "rejected": {
   },
   "rows_in": 3,
   "rows_kept": 2,
+  "seal": "%s",
   "total_samples": 2,
   "total_tokens": 7
 }
@@ -284,7 +298,7 @@ GOLDEN = (
   ],
   "identity": "ii",
 """
-    + _REST
+    + _REST % "1e33afdaa3bdcb1961f389b4b941ee074822af5fed80b3236384984ab7576e7d"
 )
 GOLDEN_WITH_INDEX = (
     """{
@@ -299,14 +313,59 @@ GOLDEN_WITH_INDEX = (
     "sha256": "94e62b2112ff68a80c3c2c259ebf7ce0229f6b0f37c61e9774d1ecbee9d883e9"
   },
 """
-    + _REST
+    + _REST % "c154add4571f49f4e9b7dec8d28f9b33824662b4c5f11700ac2bd072bcb7e849"
 )
 GOLDEN_LINES = (
     b'{"bytes":10,"path":"rows-000000.safetensors","samples":2,"sha256":"aa","tokens":7}\n'
 )
 GOLDEN_DIGEST = "254dd3d3cb5625a9d35f7801bfb4d4e88b6725c60af17c9991d51cc62c53d866"
-WHOLE_SHA256 = "59af47e0d1db373d2cfdcf5c31df3c798c5996ad7b2a02e4f351b743e71fffe6"
+WHOLE_SHA256 = "5fae552a784e72f4ba521ff077de342b4e3594142dab6a357d11ed2b6e662969"
 WHOLE_DIGEST = "d33c1d9080c12de8675af7293eae1f1172b8d4f71cd15c1c8494a0345a96bd84"
+
+
+WHOLE = encode(MANIFEST)
+
+
+@given(st.integers(0, 8 * len(WHOLE) - 1))
+def test_a_manifest_with_any_bit_flipped_is_refused(bit):
+    data = bytearray(WHOLE)
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ManifestInvalid):
+        decode(bytes(data), "m")
+
+
+@given(st.binary(max_size=4), st.integers(0, len(WHOLE)), st.integers(0, 9))
+def test_a_manifest_with_any_bytes_more_or_less_is_refused(more, at, less):
+    data = WHOLE[:at] + more + WHOLE[at + less :]
+    if data == WHOLE:
+        return
+    with pytest.raises(ManifestInvalid):
+        decode(data, "m")
+
+
+def test_a_manifest_without_its_seal_is_refused_by_name_and_so_is_another_one_s_seal():
+    for line, told in (
+        (b"", "found none"),
+        (b'  "seal": "' + b"5" * 64 + b'",\n', "of other bytes"),
+    ):
+        data = re.sub(rb'  "seal": "[0-9a-f]*",\n', line, WHOLE)
+        with pytest.raises(ManifestInvalid, match=rf"m: seal: wanted .*sha256.*{told}"):
+            decode(data, "m")
+
+
+@pytest.mark.parametrize("seal", [None, 7, "", "A" * 64, ["a" * 64], {"seal": "a" * 64}])
+def test_what_is_no_seal_is_refused(seal):
+    record = json.loads(WHOLE) | {"seal": seal}
+    with pytest.raises(ManifestInvalid, match="m: seal"):
+        decode(json.dumps(record).encode(), "m")
+
+
+def test_the_seal_is_the_hash_of_the_bytes_with_zeros_in_its_place_and_in_no_digest():
+    seal = json.loads(WHOLE)["seal"]
+    unset = WHOLE.replace(seal.encode(), b"0" * 64)
+    assert hashlib.sha256(unset).hexdigest() == seal
+    assert digest(changed(created_at="later")) == digest(MANIFEST)
+    assert json.loads(encode(changed(created_at="later")))["seal"] != seal
 
 
 def beside(lines: bytes) -> Callable[[str], bytes]:
@@ -341,7 +400,7 @@ def test_fields_of_a_newer_writer_are_ignored_in_an_index_too():
     record = json.loads(GOLDEN_WITH_INDEX)
     sha256 = hashlib.sha256(lines).hexdigest()
     record["index"] |= {"bytes": len(lines), "sha256": sha256, "codec": "none"}
-    assert decode(json.dumps(record).encode(), "m", beside(lines)) == SMALL
+    assert decode(sealed(record), "m", beside(lines)) == SMALL
 
 
 def test_many_objects_written_inline_are_still_read():
@@ -353,9 +412,9 @@ def test_many_objects_written_inline_are_still_read():
     assert decode(encode(inline), "m") == inline
 
 
-@pytest.mark.parametrize("path", ["../other/files.jsonl", "/etc/passwd"])
+@pytest.mark.parametrize("path", ["../other/files.jsonl", "/etc/passwd", "..", "", "a\nb"])
 def test_an_index_is_never_read_outside_its_prefix(path):
     record = json.loads(GOLDEN_WITH_INDEX)
     record["index"]["path"] = path
     with pytest.raises(ManifestInvalid, match="index"):
-        decode(json.dumps(record).encode(), "m", lambda _: GOLDEN_LINES)
+        decode(sealed(record), "m", lambda _: GOLDEN_LINES)

@@ -9,7 +9,7 @@ import msgspec
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.manifest import FileEntry, InputRef, Manifest, TokenizerFacts, VerifierFacts
+from eagle3.manifest import FileEntry, InputRef, Manifest, TokenizerFacts, VerifierFacts, sealed
 from eagle3.store import Store
 
 VERIFIER = VerifierFacts(fingerprint="f" * 64, num_hidden_layers=8, hidden_size=64, vocab_size=512)
@@ -79,9 +79,9 @@ def commit(
 
 
 def rewrite(run: Store, kind: str, **fields: Any) -> None:
-    """Replace fields of a committed manifest, as nobody may: for tests of what then happens."""
+    """Replace fields of a committed manifest and seal it again, as nobody may: for tests."""
     found = artifacts.find(run.child(kind))
     assert found is not None
     changed = msgspec.json.decode(run.read_bytes(f"{kind}/data_config.json"))
     changed.update(msgspec.to_builtins(fields))
-    run.write_bytes(f"{kind}/data_config.json", msgspec.json.encode(changed))
+    run.write_bytes(f"{kind}/data_config.json", sealed(changed))
