@@ -22,7 +22,7 @@ a dict of token id -> count: upstream's builder, given a tensor, returns nonsens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 
@@ -36,8 +36,8 @@ from eagle3.shards import TokenRow
 
 MAPPING_NAME = "mapping.safetensors"
 COUNTS_NAME = "token_counts.safetensors"
-_SMALLEST_ON_CURVE = 256
 _COUNTS_KEY = "counts"
+_MOST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Mapping:
 def counts_from_dict(counts: MappingType[int, int], vocab_size: int) -> torch.Tensor:
     """Token id -> count as an int64 tensor [vocab_size].
 
-    Raises MappingInvalid for anything but a mapping, for an id outside the vocabulary and for a
-    negative count.
+    Raises MappingInvalid for anything but a mapping of whole numbers, for an id outside the
+    vocabulary and for a count that is negative or too large.
     """
     if not isinstance(counts, MappingType):
         raise MappingInvalid(
@@ -73,42 +73,55 @@ def counts_from_dict(counts: MappingType[int, int], vocab_size: int) -> torch.Te
         )
     tensor = torch.zeros(vocab_size, dtype=torch.int64)
     for token_id, count in counts.items():
-        if not 0 <= token_id < vocab_size:
+        # A fraction would be cut to a whole number, and a 0-dimensional tensor taken as one.
+        if type(token_id) is not int or type(count) is not int:
             raise MappingInvalid(
                 "token counts",
-                wanted=f"ids from 0 to {vocab_size - 1}, the rows of lm_head",
-                found=token_id,
-                remedy="count with the verifier's own tokenizer",
+                wanted="int to int",
+                found=f"{type(token_id).__name__} to {type(count).__name__}",
+                remedy="convert whole numbers to int, and count again what is none",
+            )
+        _check_id(token_id, vocab_size)
+        if not 0 <= count <= _MOST:
+            raise MappingInvalid(
+                f"token counts: {token_id}",
+                wanted="a count from 0 to 2**63 - 1",
+                found=count,
+                remedy="count again",
             )
         tensor[token_id] = count
-    _check_counts(tensor)
     return tensor
 
 
 def supervised_counts(rows: Iterable[TokenRow], vocab_size: int) -> torch.Tensor:
-    """int64 [V]: how often each token is supervised in these rows."""
+    """int64 [V]: how often each token is supervised in these rows.
+
+    Raises MappingInvalid for an id outside the vocabulary.
+    """
     supervised = [row.input_ids[row.loss_mask == 1] for row in rows]
     none = torch.zeros(0, dtype=torch.int64)
-    return torch.bincount(torch.cat([none, *supervised]), minlength=vocab_size)
+    counts = torch.bincount(torch.cat([none, *supervised]), minlength=vocab_size)
+    _check_id(counts.numel() - 1, vocab_size)
+    return counts
 
 
 def counts_to_dict(counts: torch.Tensor) -> dict[int, int]:
     """The tokens that occur, token id -> count, ascending."""
-    _check_counts(counts)
+    check_counts(counts)
     ids = counts.nonzero().flatten()
     return dict(zip(ids.tolist(), counts[ids].tolist(), strict=True))
 
 
 def encode_counts(counts: torch.Tensor) -> bytes:
     """Counts int64 [V] as the bytes of `token_counts.safetensors`."""
-    _check_counts(counts)
+    check_counts(counts)
     return save({_COUNTS_KEY: counts})
 
 
 def decode_counts(data: bytes, where: str, *, vocab_size: int) -> torch.Tensor:
     """Counts int64 [V] from bytes; `where` names them in an error. Raises MappingInvalid."""
     counts = _decoded(data, where, (_COUNTS_KEY,))[_COUNTS_KEY]
-    _check_counts(counts)
+    check_counts(counts)
     if counts.numel() != vocab_size:
         raise MappingInvalid(
             where,
@@ -138,6 +151,18 @@ def check_size(draft_vocab_size: int, vocab_size: int, num_required: int) -> Non
         )
 
 
+def by_preference(counts: torch.Tensor, required_ids: Iterable[int]) -> torch.Tensor:
+    """Every id, int64 [V], in the order in which a vocabulary takes them.
+
+    The required ids come first, then the most frequent, ties to the lower id. Raises
+    MappingInvalid for counts that are no counts.
+    """
+    check_counts(counts)
+    preferred = counts.clone()
+    preferred[sorted(set(required_ids))] = _MOST
+    return torch.argsort(preferred, descending=True, stable=True)
+
+
 def build_mapping(
     counts: torch.Tensor, draft_vocab_size: int, required_ids: Iterable[int]
 ) -> Mapping:
@@ -152,7 +177,7 @@ def build_mapping(
     Raises ConfigError where D does not fit between the required ids and V, MappingInvalid for
     counts that are no counts.
     """
-    _check_counts(counts)
+    check_counts(counts)
     vocab_size, required = int(counts.numel()), sorted(set(required_ids))
     check_size(draft_vocab_size, vocab_size, len(required))
     if not counts.any():
@@ -163,10 +188,7 @@ def build_mapping(
             remedy="look at the loss masks that prepare wrote",
         )
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[required] = True
-    by_count = torch.argsort(counts, descending=True, stable=True)
-    others = by_count[~t2d[by_count]]
-    t2d[others[: draft_vocab_size - len(required)]] = True
+    t2d[by_preference(counts, required)[:draft_vocab_size]] = True
     ids = t2d.nonzero().flatten()
     mapping = Mapping(t2d=t2d, d2t=ids - torch.arange(draft_vocab_size, dtype=torch.int64))
     check_mapping(mapping, vocab_size=vocab_size, required_ids=required)
@@ -259,37 +281,29 @@ def load_mapping(artifact: Artifact, *, vocab_size: int, required_ids: Iterable[
 def load_counts(artifact: Artifact, *, vocab_size: int) -> torch.Tensor:
     """The token counts of a committed artefact of rows, int64 [V].
 
-    Raises ManifestInvalid, MappingInvalid.
+    They must be of all its rows, which are the ones that extract reads. Raises ManifestInvalid,
+    MappingInvalid.
     """
     where = f"{artifact.store.url}/{COUNTS_NAME}"
-    data = artifact.read(COUNTS_NAME)
-    return decode_counts(data, where, vocab_size=vocab_size)
+    counts = decode_counts(artifact.read(COUNTS_NAME), where, vocab_size=vocab_size)
+    wanted, found = artifact.manifest.facts.get("supervised_tokens"), int(counts.sum())
+    if found != wanted:
+        raise _broken(where, f"the {wanted} supervised tokens that its manifest says", found)
+    return counts
 
 
-def coverage(counts: torch.Tensor, mapping: Mapping) -> float:
-    """Share of the counted tokens that the draft can propose, 0 to 1."""
-    _check_counts(counts)
-    return float(counts[mapping.t2d].sum()) / max(float(counts.sum()), 1.0)
+def _check_id(token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise MappingInvalid(
+            "token counts",
+            wanted=f"ids from 0 to {vocab_size - 1}, the rows of lm_head",
+            found=token_id,
+            remedy="count with the verifier's own tokenizer",
+        )
 
 
-def coverage_curve(
-    counts: torch.Tensor, sizes: Sequence[int], required_ids: Iterable[int] = ()
-) -> list[tuple[int, float]]:
-    """(draft vocabulary size, its coverage) for each size, as `build_mapping` would choose."""
-    required = tuple(required_ids)
-    return [(size, coverage(counts, build_mapping(counts, size, required))) for size in sizes]
-
-
-def curve_sizes(chosen: int, vocab_size: int, *, smallest: int) -> list[int]:
-    """Powers of two from 256, the chosen size, and the whole vocabulary, ascending.
-
-    Those below `smallest`, the number of required ids, are left out.
-    """
-    powers = {2**k for k in range(vocab_size.bit_length()) if 2**k >= _SMALLEST_ON_CURVE}
-    return sorted(size for size in {*powers, chosen, vocab_size} if size >= smallest)
-
-
-def _check_counts(counts: torch.Tensor) -> None:
+def check_counts(counts: torch.Tensor) -> None:
+    """Counts are an int64 tensor [V], none below 0. Raises MappingInvalid for anything else."""
     if not isinstance(counts, torch.Tensor):
         found = type(counts).__name__
     elif counts.dtype != torch.int64 or counts.dim() != 1:

@@ -1,7 +1,7 @@
 """vocab: which tokens the draft may propose, from the counts of supervised tokens.
 
 Reads the rows' token counts and the verifier's tokenizer; writes `mapping.safetensors` (t2d and
-d2t) and `coverage.json` (what this and other sizes would cover).
+d2t) and `coverage.json` (what this and other sizes cover), which it prints as a table too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import json
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from eagle3 import artifact as artifacts
+from eagle3.coverage import advice, coverage_by_size, show
 from eagle3.manifest import Manifest
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import (
     MAPPING_NAME,
     build_mapping,
     check_size,
-    coverage,
-    coverage_curve,
-    curve_sizes,
     encode,
     load_counts,
     mapping_sha256,
@@ -42,10 +42,10 @@ def story(run: StageRun) -> str:
     check_size(size, vocab_size, len(required_ids))
     identity = run.claim()
     if done := run.committed(identity):
-        return f"already committed, coverage {done.manifest.facts['coverage']:.4f}"
+        return f"already committed, {in_words(done.manifest)}"
     counts = load_counts(run.inputs["rows"], vocab_size=vocab_size)
     mapping = build_mapping(counts, size, required_ids)
-    covered = coverage(counts, mapping)
+    covered = coverage_by_size(counts, size, required_ids)
     told = {
         "draft_vocab_size": size,
         "vocab_size": vocab_size,
@@ -53,13 +53,11 @@ def story(run: StageRun) -> str:
         "population": "supervised tokens of the training rows",
         "supervised_tokens": int(counts.sum()),
         "distinct_tokens": int(counts.count_nonzero()),
-        "coverage": covered,
+        "coverage": covered.share,
     }
-    sizes = curve_sizes(size, vocab_size, smallest=len(required_ids))
-    curve = coverage_curve(counts, sizes, required_ids)
     objects = {
         MAPPING_NAME: encode(mapping, required_ids=required_ids),
-        COVERAGE_NAME: json.dumps({**told, "curve": curve}, indent=2).encode() + b"\n",
+        COVERAGE_NAME: json.dumps({**told, **covered.as_json()}, indent=2).encode() + b"\n",
     }
     manifest = Manifest(
         artifact="vocab",
@@ -67,10 +65,22 @@ def story(run: StageRun) -> str:
         files=tuple(artifacts.put(run.output(), path, data) for path, data in objects.items()),
         verifier=source.verifier,
         tokenizer=source.tokenizer,
-        facts={**told, "mapping_sha256": mapping_sha256(mapping)},
+        facts={
+            **told,
+            "suggested_size": covered.suggested,
+            "mapping_sha256": mapping_sha256(mapping),
+        },
     )
     run.commit(manifest)
-    return f"wrote a draft vocabulary of {size} of {vocab_size} tokens, coverage {covered:.4f}"
+    show(covered, Console())
+    return f"wrote a draft vocabulary of {size} of {vocab_size} tokens, {in_words(manifest)}"
+
+
+def in_words(manifest: Manifest) -> str:
+    """What the vocabulary covers, and a better size where there is one."""
+    facts = manifest.facts
+    told = f"coverage {facts['coverage']:.4f}"
+    return told + advice(facts["draft_vocab_size"], facts.get("suggested_size"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.work",
         "eagle3.progress",
         "eagle3.lineage",
+        "eagle3.removal",
         "eagle3.ordering",
         "eagle3.upstream",
     ),
@@ -84,6 +85,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.runner",
         "jobs.operate",
         "jobs.lineage",
+        "jobs.delete",
         "jobs.cli",
     ),
 )

@@ -1,6 +1,8 @@
 """The mapping between the draft's vocabulary and the verifier's: built right, or refused."""
 
 import importlib.util
+import itertools
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,14 +10,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
+from eagle3.coverage import coverage
 from eagle3.errors import ConfigError, ManifestInvalid, MappingInvalid
 from eagle3.manifest import Manifest
+from eagle3.shards import TokenRow
 from eagle3.store import open_store
 from eagle3.vocab import (
     COUNTS_NAME,
@@ -25,8 +29,6 @@ from eagle3.vocab import (
     check_mapping,
     counts_from_dict,
     counts_to_dict,
-    coverage,
-    coverage_curve,
     decode,
     decode_counts,
     encode,
@@ -34,6 +36,7 @@ from eagle3.vocab import (
     load_counts,
     load_mapping,
     mapping_sha256,
+    supervised_counts,
 )
 
 V = 64
@@ -120,6 +123,32 @@ class TestBuild:
         assert torch.equal(mapping.t2d, t2d)
 
     @calm
+    @given(count_dicts, st.integers(8, V), st.data())
+    def test_equal_to_upstreams_builder_where_it_takes_the_required_ids_itself(
+        self, counts: dict[int, int], size: int, data: st.DataObject
+    ) -> None:
+        d2t, t2d = build_vocab_mappings_from_distribution(counts, size, V)
+        chosen = t2d.nonzero().flatten().tolist()
+        required = data.draw(st.sets(st.sampled_from(chosen), max_size=8))
+        tensor = counts_from_dict(counts, V)
+        # A filler is one of the lowest ids, and required ids may take the place of one.
+        if required <= counts.keys() or not required:
+            mapping = build_mapping(tensor, size, required)
+            assert torch.equal(mapping.d2t, d2t)
+            assert torch.equal(mapping.t2d, t2d)
+
+    @calm
+    @given(count_dicts, st.randoms(), st.integers(3, V))
+    def test_the_order_in_which_tokens_were_counted_does_not_matter(
+        self, counts: dict[int, int], source: random.Random, size: int
+    ) -> None:
+        items = list(counts.items())
+        source.shuffle(items)
+        first, second = counts_from_dict(counts, V), counts_from_dict(dict(items), V)
+        assert torch.equal(first, second)
+        assert torch.equal(build_mapping(first, size, ()).d2t, build_mapping(second, size, ()).d2t)
+
+    @calm
     @given(count_dicts, st.integers(3, V))
     def test_no_choice_of_the_same_size_covers_more(
         self, counts: dict[int, int], size: int
@@ -164,6 +193,38 @@ class TestRefusedToBuild:
             counts_from_dict(counts, 2048)
         with pytest.raises(MappingInvalid, match="found dict"):
             build_mapping({5: 1}, 8, ())
+
+    @pytest.mark.parametrize(
+        ("counts", "found"),
+        [
+            ({"5": 1}, "str to int"),
+            ({5: "1"}, "int to str"),
+            ({5: 1.5}, "int to float"),
+            ({5.0: 1}, "float to int"),
+            ({5: True}, "int to bool"),
+            ({5: None}, "int to NoneType"),
+            ({5: torch.tensor(3)}, "int to Tensor"),
+            ({torch.tensor(5): 3}, "Tensor to int"),
+            ({5: torch.ones(3)}, "int to Tensor"),
+            ({5: numpy.int64(3)}, "int to int64"),
+            ({5: -1}, "found -1"),
+            ({5: 2**63}, f"found {2**63}"),
+        ],
+    )
+    def test_b40_a_dict_of_anything_but_whole_numbers(
+        self, counts: dict[Any, Any], found: str
+    ) -> None:
+        with pytest.raises(MappingInvalid, match="token counts") as caught:
+            counts_from_dict(counts, V)
+        assert found in str(caught.value)
+
+    def test_b43_a_row_with_an_id_past_the_last_row_of_lm_head(self) -> None:
+        ids, mask = torch.tensor([3, V]), torch.ones(2, dtype=torch.int64)
+        row = TokenRow(row="0", input_ids=ids, loss_mask=mask)
+        with pytest.raises(MappingInvalid, match=r"ids from 0 to 63.*found 64"):
+            supervised_counts([row], V)
+        masked = TokenRow(row="0", input_ids=ids, loss_mask=torch.tensor([1, 0]))
+        assert counts_to_dict(supervised_counts([masked], V)) == {3: 1}
 
     def test_b42_a_draft_vocabulary_larger_than_the_verifiers_names_both(self) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -251,6 +312,34 @@ class TestB46WrongConventions:
             decode(data, "s3://x/mapping", vocab_size=V, required_ids=())
 
     @calm
+    @given(
+        st.lists(st.integers(-9, 9), min_size=1, max_size=5),
+        st.lists(st.booleans(), min_size=8, max_size=8),
+        st.sets(st.integers(0, 7), max_size=2),
+    )
+    @example([0, 0, 0], [True] * 3 + [False] * 5, set())
+    @example([1, 1, 1], [False, True, True, True] + [False] * 4, {2})
+    def test_exactly_what_keeps_the_invariants_is_written_and_read(
+        self, d2t: list[int], t2d: list[bool], required: set[int]
+    ) -> None:
+        mapping = Mapping(t2d=torch.tensor(t2d), d2t=torch.tensor(d2t))
+        ids, told = (
+            [i + offset for i, offset in enumerate(d2t)],
+            [*itertools.compress(range(8), t2d)],
+        )
+        right = ids == sorted(set(ids)) == told and required <= set(told)
+        data = save({"t2d": mapping.t2d, "d2t": mapping.d2t})
+        if right:
+            assert encode(mapping, required_ids=required) == data
+            found = decode(data, "mapping", vocab_size=8, required_ids=required)
+            assert torch.equal(found.draft_ids, torch.tensor(told))
+            return
+        with pytest.raises(MappingInvalid, match=r"\(I[1-5]\)"):
+            encode(mapping, required_ids=required)
+        with pytest.raises(MappingInvalid, match=r"mapping: .*\(I[1-5]\)"):
+            decode(data, "mapping", vocab_size=8, required_ids=required)
+
+    @calm
     @given(st.data())
     def test_any_other_offset_is_noticed(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, 3))
@@ -292,18 +381,6 @@ class TestBytes:
         assert mapping_sha256(first) == mapping_sha256(mapping_of([2, 5, 9]))
         assert mapping_sha256(first) != mapping_sha256(second)
         assert mapping_sha256(first) != mapping_sha256(mapping_of([2, 5, 9], V + 1))
-
-
-class TestCoverage:
-    def test_share_of_occurrences_not_of_distinct_tokens(self) -> None:
-        counts = counts_of(i5=90, i6=9, i7=1)
-        assert coverage(counts, mapping_of([5, 7])) == pytest.approx(0.91)
-
-    def test_the_curve_rises_to_one(self) -> None:
-        counts = counts_of(i5=90, i6=9, i7=1)
-        curve = coverage_curve(counts, [3, 4, 5, 64], REQUIRED)
-        assert [size for size, _ in curve] == [3, 4, 5, 64]
-        assert [share for _, share in curve] == pytest.approx([0.0, 0.9, 0.99, 1.0])
 
 
 class TestArtifact:

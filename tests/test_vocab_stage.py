@@ -6,11 +6,19 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from eagle3.artifact import Artifact
-from eagle3.errors import ConfigError, IdentityConflict, ManifestInvalid, UpstreamMissing
+from eagle3.coverage import coverage
+from eagle3.errors import (
+    ConfigError,
+    IdentityConflict,
+    ManifestInvalid,
+    MappingInvalid,
+    UpstreamMissing,
+)
 from eagle3.manifest import MANIFEST_NAME
 from eagle3.shards import read_rows
 from eagle3.store import open_store
@@ -18,7 +26,6 @@ from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import (
     COUNTS_NAME,
     MAPPING_NAME,
-    coverage,
     decode,
     encode_counts,
     load_counts,
@@ -94,11 +101,24 @@ def test_the_mapping_is_of_the_supervised_tokens_of_the_training_rows(folder: Pa
 def test_coverage_of_this_size_and_of_others(folder: Path) -> None:
     artifact = done(folder)
     told = json.loads(artifact.store.read_bytes("coverage.json"))
-    assert [size for size, _ in told["curve"]] == [256, D, V]
-    shares = [share for _, share in told["curve"]]
-    assert shares == sorted(shares)
-    assert shares[1] == told["coverage"]
-    assert shares[-1] == 1.0
+    curve = dict(told["curve"])
+    assert {256, D, V, *told["smallest"].values()} == curve.keys()
+    assert list(curve.values()) == sorted(curve.values())
+    assert curve[D] == told["coverage"] == artifact.manifest.facts["coverage"]
+    assert curve[V] == 1.0
+
+
+def test_a_size_far_off_is_told_in_the_closing_line_and_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(folder / "run.yaml", lambda text: text.replace(f"size: {D}", "size: 8"))
+    told = vocab.story(run_of(folder))
+    assert told.startswith("wrote a draft vocabulary of 8 of 512 tokens, coverage 0.")
+    assert told.endswith("; vocab.draft_vocab_size 256 would cover 99%")
+    assert "Supervised tokens inside the draft vocabulary" in capsys.readouterr().out
+    artifact = artifact_at(open_store(str(folder / "store")), "vocab")
+    assert artifact.manifest.facts["suggested_size"] == 256
+    assert vocab.story(run_of(folder)).endswith("; vocab.draft_vocab_size 256 would cover 99%")
 
 
 def test_killed_before_its_manifest_it_ends_with_the_same_artefact(folder: Path) -> None:
@@ -133,6 +153,17 @@ def test_counts_that_are_not_those_of_the_manifest_are_refused(folder: Path) -> 
     path.write_bytes(encode_counts(torch.ones(V, dtype=torch.int64)))
     with pytest.raises(ManifestInvalid, match="as the manifest says"):
         vocab.story(run_of(folder))
+
+
+def test_b48_counts_of_another_set_than_the_rows_are_refused(folder: Path) -> None:
+    """Named by the manifest, and still not those of the tokens that extract will read."""
+    store = open_store(str(folder / "store"))
+    rows = artifact_at(store, "prepare")
+    told = rows.manifest.facts["supervised_tokens"]
+    facts = {**rows.manifest.facts, "supervised_tokens": told + 1}
+    other = msgspec.structs.replace(rows.manifest, facts=facts)
+    with pytest.raises(MappingInvalid, match=f"wanted the {told + 1} supervised .* found {told}"):
+        load_counts(Artifact(store=rows.store, manifest=other), vocab_size=V)
 
 
 def test_b118_mappings_that_lie_about_are_not_picked_up(folder: Path) -> None:
