@@ -4,6 +4,7 @@
     ├── ConfigError              64  a field of the run's configuration is wrong
     ├── DataInvalid              65  the data itself is wrong; doing it again gives the same
     │   ├── ManifestInvalid          a manifest, or an artefact that differs from its manifest
+    │   ├── StillNeeded              what committed artefacts rest on and somebody wants to delete
     │   ├── IdentityConflict         the prefix holds work of other inputs or settings
     │   ├── ConversationsInvalid     rows that cannot become training rows
     │   ├── ShardInvalid             a shard that is not what its header or manifest says
@@ -88,6 +89,10 @@ class DataInvalid(Eagle3Error):
 
 class ManifestInvalid(DataInvalid):
     """A manifest cannot be read, or the objects beside it are not those it names."""
+
+
+class StillNeeded(DataInvalid):
+    """An artefact that committed artefacts were made from was to be deleted."""
 
 
 class IdentityConflict(DataInvalid):

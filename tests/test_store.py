@@ -104,6 +104,7 @@ class StoreContract:
         assert [info.path for info in store.list()] == ["a"]
         assert store.read_bytes("a") == b"first"
 
+    @pytest.mark.fault("B35")
     def test_of_many_writers_one_wins(self, store):
         def write(number: int) -> bool:
             try:
@@ -160,6 +161,7 @@ class StoreContract:
         assert [info.path for info in store.list("units")] == ["units/1"]
         assert [info.path for info in store.child("units").list()] == ["1"]
 
+    @pytest.mark.fault("B32")
     def test_another_client_s_writes_are_seen_at_once(self, store, url):
         assert store.list() == []
         assert not store.exists("a/late")
@@ -174,6 +176,18 @@ class StoreContract:
         store.delete("a")
         store.delete("a")
         assert not store.exists("a")
+
+    def test_the_folders_of_a_level_are_named_and_nothing_deeper_is(self, store):
+        for path in ("b/2/deep", "a/1", "c", "b-old/3"):
+            store.write_bytes(path, b"1")
+        assert store.folders() == ("a", "b", "b-old")
+        assert store.folders("b") == store.child("b").folders() == ("2",)
+        assert store.folders("nothing") == ()
+
+    def test_tidying_takes_no_object(self, store):
+        store.write_bytes("a/b/c", b"1")
+        store.tidy()
+        assert [info.path for info in store.list()] == ["a/b/c"]
 
     def test_the_hash_is_that_of_the_bytes(self, store, monkeypatch):
         monkeypatch.setattr("eagle3.store._HASH_CHUNK", 1000)
@@ -213,6 +227,7 @@ class SharedStoreContract(StoreContract):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             assert pool.apply(store.read_bytes, ("a",)) == b"1"
 
+    @pytest.mark.fault("B36")
     def test_a_forked_process_opens_its_own_client(self, store):
         store.write_bytes("a", b"1")
         process = os.fork()
@@ -220,6 +235,7 @@ class SharedStoreContract(StoreContract):
             os._exit(0 if store.read_bytes("a") == b"1" else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
+    @pytest.mark.fault("B35")
     def test_of_many_processes_one_wins(self, store, url):
         code = textwrap.dedent("""
             import sys
@@ -252,6 +268,7 @@ class SharedStoreContract(StoreContract):
         won = [writer.returncode for writer in writers].index(0)
         assert store.read_bytes("claim") == b"%d" % won
 
+    @pytest.mark.fault("B28")
     def test_a_writer_killed_on_the_way_leaves_no_object(self, store, url, tmp_path):
         source = tmp_path / "big"
         source.write_bytes(bytes(SEVERAL_PARTS))
@@ -291,6 +308,14 @@ class TestFile(SharedStoreContract):
         folder.mkdir(parents=True)
         (folder / f"{local_files._PARTIAL}0123").write_bytes(b"half")
         assert store.list() == []
+
+    def test_tidying_takes_what_killed_writers_left_and_the_empty_folders(self, store):
+        store.write_bytes("a/b", b"1")
+        folder = store.local_path()
+        (folder / "c").mkdir()
+        (folder / "c" / f"{local_files._PARTIAL}0123").write_bytes(b"half")
+        store.tidy()
+        assert [path.name for path in folder.iterdir()] == ["a"]
 
     def test_a_writer_that_fails_leaves_nothing_behind(self, store, monkeypatch):
         def full(*_: object) -> None:
@@ -386,6 +411,7 @@ class TestS3(SharedStoreContract):
         store.create_bytes("bytes", data)
         assert store.sha256("file") == store.sha256("bytes") == sha256_of_file(source)
 
+    @pytest.mark.fault("B31", "B113")
     def test_a_connection_that_breaks_gives_the_upload_up(self, store, monkeypatch):
         seen: list[str] = []
         whole = S3FileSystem._call_s3
@@ -414,6 +440,7 @@ class TestS3(SharedStoreContract):
             store.probe()
         assert store.list() == []
 
+    @pytest.mark.fault("B34")
     def test_a_wrong_secret_is_refused(self, url, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0" * 40)
         self.refuses(url, PermissionRefused, 77)
@@ -484,6 +511,7 @@ def test_a_url_that_names_no_store_is_refused(url):
 
 
 @pytest.mark.parametrize("url", ["simplecache::file:///tmp/run", "zip://chats::s3://b/chats.zip"])
+@pytest.mark.fault("B110")
 def test_urls_joined_to_a_chain_are_refused_as_such(url):
     with pytest.raises(ConfigError, match=r"several, joined by ::"):
         open_store(url)

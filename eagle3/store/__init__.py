@@ -185,10 +185,30 @@ class Store:
         whole = (info for info in infos if info.path and not local.is_partial(info.path))
         return sorted(whole, key=lambda info: info.path)
 
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        """The names right below a prefix that objects lie under, by a listing of that level alone.
+
+        A local disk, and some servers, name a folder from which all objects are gone too.
+        """
+        with self._translated(prefix):
+            try:
+                found = self._fs.ls(self._path(prefix), detail=True)
+            except FileNotFoundError:
+                return ()
+        below = (info["name"] for info in found if info["type"] == "directory")
+        return tuple(sorted(posixpath.basename(name.rstrip("/")) for name in below))
+
     def delete(self, path: str) -> None:
         """Remove one object; nothing happens when it is not there."""
         with self._translated(path), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(path))
+
+    def tidy(self) -> None:
+        """On a local disk, remove the empty folders below the prefix, itself included, and what
+        killed writers left there; elsewhere there are none of either."""
+        if self.scheme == "file":
+            with self._translated("", writing=True):
+                local.tidy(Path(self._root))
 
     def sha256(self, path: str) -> str:
         """Hash of the object's bytes, read in ranges so that memory stays small."""

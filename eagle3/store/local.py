@@ -38,6 +38,16 @@ def is_partial(path: str) -> bool:
     return posixpath.basename(path).startswith(_PARTIAL)
 
 
+def tidy(root: Path) -> None:
+    """Remove what killed writers left below a folder, and every folder that is empty then."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            if is_partial(name):
+                Path(folder, name).unlink(missing_ok=True)
+        if not any(Path(folder).iterdir()):
+            Path(folder).rmdir()
+
+
 def _write_all(stream: BinaryIO, data: bytes) -> None:
     stream.write(data)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jobs import delete as deletions
 from jobs import lineage as lineages
 
 ArtifactUrl = Annotated[str, typer.Argument(help="the prefix of an artefact, or of a run")]
@@ -18,5 +19,18 @@ def lineage(url: ArtifactUrl) -> int:
     return lineages.show(url, Console())
 
 
-COMMANDS: Mapping[str, Callable[..., int]] = {"lineage": lineage}
+def delete(
+    url: ArtifactUrl,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", help="further runs that may rest on it, or folders of runs"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what would go")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="delete it")] = False,
+) -> int:
+    """Delete what no artefact rests on."""
+    return deletions.delete(url, Console(), also=also or (), yes=yes, dry_run=dry_run)
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {"lineage": lineage, "delete": delete}
 """Name of a command -> its function."""
