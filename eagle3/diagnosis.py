@@ -172,6 +172,13 @@ def _why_no_pod(job: Object, pods: Sequence[Object], events: Sequence[Object]) -
 def _why_waiting(pod: Object, events: Sequence[Object]) -> Diagnosis | None:
     """What keeps a pod from running that time alone may not mend, or None."""
     name = pod["metadata"]["name"]
+    if pod["metadata"].get("deletionTimestamp"):
+        disrupted = (_condition(pod, "DisruptionTarget") or {}).get("message", "it was deleted")
+        return Diagnosis(
+            state="running",
+            why=f"pod {name} is being stopped: {disrupted}",
+            remedy="what is finished is kept, and another pod goes on",
+        )
     scheduled = _condition(pod, "PodScheduled", status="False")
     if scheduled and scheduled.get("reason") == "Unschedulable":
         return Diagnosis(
