@@ -21,7 +21,7 @@ from eagle3.acceptance import (
 from eagle3.artifact import Artifact
 from eagle3.errors import ManifestInvalid, UpstreamMissing
 from eagle3.manifest import FileEntry, Manifest, SourceFile, VerifierFacts
-from eagle3.report import Evidence, gather, render
+from eagle3.report import Evidence, content, gather, render
 from eagle3.report.plots import CoveragePoint, LossPoint
 from eagle3.report.terminal import show
 from eagle3.store import open_store
@@ -291,6 +291,16 @@ def test_curves_are_read_from_the_lineage(figures, lineage):
     )
     assert evidence.coverage[-1] == CoveragePoint(size=8192, coverage=0.957)
     assert evidence.chosen == CoveragePoint(size=8192, coverage=0.957)
+
+
+def test_the_coverage_chart_tells_the_fewest_tokens_for_each_share():
+    points = [CoveragePoint(size=256, coverage=0.5), CoveragePoint(size=1000, coverage=0.9),
+              CoveragePoint(size=4000, coverage=0.951)]  # fmt: skip
+    chart = content.coverage_chart(points, points[1])
+    assert chart["caption"].endswith(
+        "The fewest tokens on the curve: 1,000 for 0.9, 4,000 for 0.95."
+    )
+    assert content.coverage_chart(points[:1], points[0])["caption"].endswith("supervised tokens.")
 
 
 def test_a_broken_coverage_curve_names_its_object(figures, lineage, tmp_path):

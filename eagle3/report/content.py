@@ -10,6 +10,7 @@ from eagle3.report import plots
 from eagle3.report.plots import CoveragePoint, LossPoint
 
 _LOSS_ROWS = 12
+_SHARES = (0.9, 0.95, 0.99, 0.999)
 
 Table = dict[str, Any]
 
@@ -179,7 +180,8 @@ def coverage_chart(points: Sequence[CoveragePoint], chosen: CoveragePoint) -> di
         f"{points[0].coverage:.0%} at {points[0].size:,} to {points[-1].coverage:.1%} at "
         f"{points[-1].size:,}.",
         "svg": plots.coverage_curve(points, chosen),
-        "caption": f"{chosen.size:,} tokens cover {chosen.coverage:.2%} of the supervised tokens.",
+        "caption": f"{chosen.size:,} tokens cover {chosen.coverage:.2%} of the supervised tokens."
+        + _fewest(points),
         "table": {
             "caption": "Coverage by size",
             "columns": ["tokens", "coverage"],
@@ -187,6 +189,16 @@ def coverage_chart(points: Sequence[CoveragePoint], chosen: CoveragePoint) -> di
         },
         "open": False,
     }
+
+
+def _fewest(points: Sequence[CoveragePoint]) -> str:
+    """The first size on the curve for each usual share; vocab puts the fewest tokens there."""
+    fewest = {
+        share: next((point.size for point in points if point.coverage >= share), None)
+        for share in _SHARES
+    }
+    told = [f"{size:,} for {share:.4g}" for share, size in fewest.items() if size is not None]
+    return f" The fewest tokens on the curve: {', '.join(told)}." if told else ""
 
 
 def speed_table(figures: Figures) -> Table:
