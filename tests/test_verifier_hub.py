@@ -27,10 +27,14 @@ from eagle3.errors import (
     VerifierInvalid,
 )
 from eagle3.verifier import Verifier, hub, open_verifier
+from tests import weight_bytes
 from tests.tiny_verifiers import make_kimi
 
 COMMITS = ("a" * 40, "b" * 40)
 REPO = "owner/tiny"
+KEYS = tuple(
+    f"language_model.{key}.weight" for key in ("model.embed_tokens", "model.norm", "lm_head")
+)
 
 
 class Hub(ThreadingHTTPServer):
@@ -208,7 +212,10 @@ def test_the_fingerprint_is_that_of_the_same_folder_and_no_weight_file_is_downlo
     assert not list(there.files.store.local_path("").glob("model-*"))  # type: ignore[union-attr]
     weights = sorted(folder.glob("model-*.safetensors"))
     asked = sum(server.sent[path.name] for path in weights)
-    assert 0 < asked < sum(path.stat().st_size for path in weights)
+    assert asked == weight_bytes.identity(folder, KEYS) < sum(p.stat().st_size for p in weights)
+    there.three_tensors()
+    again = sum(server.sent[path.name] for path in weights) - asked
+    assert again == weight_bytes.three(folder, KEYS)
 
 
 @pytest.mark.slow

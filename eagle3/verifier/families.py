@@ -3,12 +3,19 @@
 This table is the only place that knows how a checkpoint spells its tensors. Matching by suffix
 would take `vision_tower.norm.weight` for the text model's final norm, and nobody would notice.
 
-To add a family: give it a row here (its `model_type` and `architectures` as config.json has
-them, the three keys as the weight index has them), and a tiny model in tests/test_verifier.py.
+Every family here computes its logits alike: RMSNorm with the weight as it stands, then lm_head,
+and nothing else. So does whatever learns from them. Others spell their keys the same and scale
+or cap the logits, or add one to the norm's weight: they have no row, and a config of a known
+family that says such a thing is refused too (vLLM's llama obeys `logit_scale`).
+
+To add a family that computes so: give it a row here (its `model_type` and `architectures` as
+config.json has them, the three keys as the weight index has them), its published keys and shapes
+in tests/test_verifier_families.py, and a tiny model in tests/tiny_verifiers.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +33,8 @@ class Family:
         embed, norm, lm_head: the keys of the three tensors.
         text_model_type: the `model_type` that transformers loads the text config under.
         text_architecture: the architecture that goes with it.
-        nested: whether the text model's config lies under `text_config`.
+        nested: the `model_type` that may stand in `text_config`, where the text model's config
+            lies there; empty where it is the whole.
     """
 
     model_type: str
@@ -36,7 +44,7 @@ class Family:
     embed: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
-    nested: bool = False
+    nested: tuple[str, ...] = ()
 
 
 def _plain(model_type: str, architecture: str, text_model_type: str | None = None) -> Family:
@@ -64,7 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         embed="language_model.model.embed_tokens.weight",
         norm="language_model.model.norm.weight",
         lm_head="language_model.lm_head.weight",
-        nested=True,
+        nested=("kimi_k2", "deepseek_v3"),
     ),
 )
 
@@ -72,6 +80,13 @@ FAMILIES: tuple[Family, ...] = (
 # does it bring code.
 _NOT_OF_THE_THREE = ("quantization_config", "compression_config", "auto_map")
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+# How configs say that embeddings, the last norm or the logits are not what the three tensors
+# alone make them: Granite, Cohere, Gemma, MiniCPM, Grok, Falcon-H1, Nemotron and others.
+_OTHER_ARITHMETIC = re.compile(
+    r"logits?_(scal|soft|cap|mup|bias|mean)|soft_?cap|(^|_)mup(_|$)"
+    r"|(embedding|lm_head|output|width)_multiplier|scale_emb|emb\w*_scal|dim_model_base"
+    r"|norm\w*_1p|zero_centered|unit_offset|norm_head|lm_head_bias"
+)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -81,11 +96,11 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         config: config.json as read.
         where: names it in an error.
     """
-    model_type = config.get("model_type")
-    architectures = config.get("architectures") or []
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for family in FAMILIES:
         if family.model_type == model_type:
-            if any(name in family.architectures for name in architectures):
+            if any(name in family.architectures for name in named):
                 return family
             raise VerifierInvalid(
                 f"{where}: architectures",
@@ -96,8 +111,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     raise VerifierInvalid(
         f"{where}: model_type",
         wanted=" or ".join(family.model_type for family in FAMILIES),
-        found=f"{model_type} ({', '.join(architectures) or 'no architectures'})",
-        remedy="add its three keys to FAMILIES in eagle3/verifier/families.py",
+        found=f"{model_type} ({', '.join(named) or 'no architectures'})",
+        remedy="add its three keys to FAMILIES in eagle3/verifier/families.py, if its logits are "
+        "lm_head of an RMSNorm and nothing more",
     )
 
 
@@ -110,30 +126,46 @@ def resolve_text_config(config: Mapping[str, Any], where: str) -> dict[str, Any]
     family = family_of(config, where)
     source: Any = config.get("text_config") if family.nested else config
     if not isinstance(source, dict):
-        raise VerifierInvalid(
-            f"{where}: text_config",
-            wanted="the text model's config",
-            found=type(source).__name__,
-            remedy="bring the config.json that was published with the weights",
-        )
+        raise _misses(f"{where}: text_config", "the text model's config", type(source).__name__)
+    inside = f"{where}: {'text_config.' if family.nested else ''}"
+    if family.nested and source.get("model_type", family.nested[0]) not in family.nested:
+        wanted = " or ".join(family.nested)
+        raise _misses(f"{inside}model_type", wanted, source["model_type"])
     text = {key: value for key, value in source.items() if key not in _NOT_OF_THE_THREE}
     text["model_type"] = family.text_model_type
     text["architectures"] = [family.text_architecture]
     tied = source.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     if not isinstance(tied, bool):
-        raise VerifierInvalid(
-            f"{where}: tie_word_embeddings",
-            wanted="true or false",
-            found=repr(tied),
-            remedy="bring the config.json that was published with the weights",
-        )
+        raise _misses(f"{where}: tie_word_embeddings", "true or false", repr(tied))
     text["tie_word_embeddings"] = tied
     for field in _NEEDED:
-        if not isinstance(text.get(field), int) or text[field] < 1:
-            raise VerifierInvalid(
-                f"{where}: {'text_config.' if family.nested else ''}{field}",
-                wanted="a positive number",
-                found=text.get(field),
-                remedy="bring the config.json that was published with the weights",
-            )
+        if type(text.get(field)) is not int or text[field] < 1:
+            raise _misses(f"{inside}{field}", "a positive number", text.get(field))
+    if type(eps := text.get("rms_norm_eps")) is not float or not 0 < eps < 1:
+        raise _misses(f"{inside}rms_norm_eps", "the final norm's epsilon, between 0 and 1", eps)
+    _refuse_other_arithmetic(config, f"{where}: ")
+    _refuse_other_arithmetic(source, inside)
     return text
+
+
+def _refuse_other_arithmetic(config: Mapping[str, Any], where: str) -> None:
+    """Raise VerifierInvalid for a field that changes what the three tensors come to."""
+    for field, value in config.items():
+        off = value is None or value is False or (value is not True and value in (0, 1))
+        if not off and _OTHER_ARITHMETIC.search(field):
+            raise VerifierInvalid(
+                f"{where}{field}",
+                wanted="embeddings and logits as the three tensors alone make them",
+                found=value,
+                remedy="train no draft for it with this version: it would learn other logits than "
+                "the verifier's, while the engine obeys or ignores this field",
+            )
+
+
+def _misses(field: str, wanted: str, found: object) -> VerifierInvalid:
+    return VerifierInvalid(
+        field,
+        wanted=wanted,
+        found=found,
+        remedy="bring the config.json that was published with the weights",
+    )

@@ -32,6 +32,7 @@ from eagle3.verifier.text_model import (
 from eagle3.verifier.weights import StoredTensor, Weights
 
 _FLOATS = ("BF16", "F16", "F32")
+_UNQUANTISED = "leave the embedding, the final norm and lm_head out of quantisation"
 
 
 class Verifier(TextModel):
@@ -59,7 +60,7 @@ class Verifier(TextModel):
     @cached_property
     def _facts(self) -> VerifierFacts:
         return VerifierFacts(
-            fingerprint=fingerprint_of(self.files, self._weights, self._stored.values()),
+            fingerprint=fingerprint_of(self.files, self._weights, self.stored.values()),
             num_hidden_layers=self.num_hidden_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
@@ -118,11 +119,11 @@ class Verifier(TextModel):
 
     def three_tensors(self) -> ThreeTensors:
         """Read the three tensors. Raises VerifierInvalid where one is missing or misshapen."""
-        loaded = {name: self._weights.load(tensor) for name, tensor in self._stored.items()}
+        loaded = {name: self._weights.load(tensor) for name, tensor in self.stored.items()}
         for name, values in loaded.items():
             if not (bool(values.isfinite().all()) and bool(values.any())):
                 raise VerifierInvalid(
-                    f"{self.files.where}: {self._stored[name].key}",
+                    f"{self.files.where}: {self.stored[name].key}",
                     wanted="finite numbers, not all of them zero",
                     found="all zero" if values.isfinite().all() else "one that is not finite",
                     remedy="download the file again",
@@ -179,8 +180,11 @@ class Verifier(TextModel):
         return Weights(self.files)
 
     @cached_property
-    def _stored(self) -> dict[str, StoredTensor]:
-        """The tensors that the checkpoint holds, found and checked: lm_head only if untied."""
+    def stored(self) -> dict[str, StoredTensor]:
+        """Where embed, norm and lm_head (only if untied) lie, from headers alone.
+
+        Raises VerifierInvalid for one that is missing, misshapen, quantised or not alone.
+        """
         matrix, vector = (self.vocab_size, self.hidden_size), (self.hidden_size,)
         stored = {
             "embed": self._found(self._family.embed, matrix),
@@ -206,23 +210,30 @@ class Verifier(TextModel):
     def _found(self, key: str, shape: tuple[int, ...]) -> StoredTensor:
         where = f"{self.files.where}: {key}"
         tensor = self._weights.find(key)
+        stem = key.removesuffix("weight")
+        beside = sorted(k for k in self._weights.paths if k.startswith(stem) and k != key)
         if tensor is None:
-            stem = key.removesuffix("weight")
-            beside = sorted(k for k in self._weights.paths if k.startswith(stem))
             raise VerifierInvalid(
                 where,
                 wanted="this tensor, unquantised",
                 found=f"{beside[0]}, a quantised one" if beside else "no such key",
-                remedy="leave the embedding, the final norm and lm_head out of quantisation"
+                remedy=_UNQUANTISED
                 if beside
                 else "complete the checkpoint: nothing is put in its place",
+            )
+        if beside:
+            raise VerifierInvalid(
+                where,
+                wanted="this tensor alone",
+                found=f"{beside[0]} too, which changes what it comes to",
+                remedy=f"{_UNQUANTISED}, and bring a model without such a tensor",
             )
         if tensor.dtype not in _FLOATS:
             raise VerifierInvalid(
                 where,
                 wanted=" or ".join(_FLOATS),
                 found=f"{tensor.dtype}, a quantised type",
-                remedy="leave the embedding, the final norm and lm_head out of quantisation",
+                remedy=_UNQUANTISED,
             )
         if tensor.shape != shape:
             raise VerifierInvalid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,12 +34,11 @@ class ThreeTensors:
     lm_head: torch.Tensor
 
 
-class TextModel:
+class TextModel(ABC):
     """What every holder of a verifier can ask, whether it was opened or loaded.
 
     Attributes:
         text_config: the text model's config as plain values, never nested.
-        folder: a local folder with the tokenizer's files and config.json.
     """
 
     def __init__(self, *, text_config: dict[str, Any], trust_remote_code: bool) -> None:
@@ -69,9 +69,9 @@ class TextModel:
         return int(longest) if longest and kind == "default" else None
 
     @property
+    @abstractmethod
     def tokenizer_folder(self) -> Path:
         """A local folder with the tokenizer's files and config.json."""
-        raise NotImplementedError
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -6,13 +6,13 @@ pieces of others are read, from a folder, the hub and object storage alike.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import torch
 
 from eagle3.errors import VerifierInvalid
@@ -23,6 +23,7 @@ SINGLE_NAME = "model.safetensors"
 
 _CHUNK = 64 * 2**20
 _HEADER_LIMIT = 100 * 2**20  # that of the safetensors library
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -114,11 +115,15 @@ class Weights:
     def _read_index(self, names: set[str]) -> tuple[bytes, dict[str, str]]:
         where = f"{self._files.where}/{INDEX_NAME}"
         weight_map = self._files.read_json(INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        named = isinstance(weight_map, dict) and all(
+            isinstance(v, str) for v in weight_map.values()
+        )
+        if not isinstance(weight_map, dict) or not weight_map or not named:
+            other = "a map of other values" if weight_map else "an empty map"
             raise VerifierInvalid(
                 f"{where}: weight_map",
                 wanted="tensor name -> file",
-                found="an empty map" if weight_map == {} else type(weight_map).__name__,
+                found=other if isinstance(weight_map, dict) else type(weight_map).__name__,
                 remedy="download the index again",
             )
         # On the hub a file that is not listed here may still be there.
@@ -173,10 +178,10 @@ class Weights:
             )
         header = files.read_range(path, 8, 8 + length)
         try:
-            entries = json.loads(header)
-            entries.pop("__metadata__", None)
-            tensors = [_stored(key, path, 8 + length, entry) for key, entry in entries.items()]
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            raw.pop("__metadata__", None)
+            tensors = [_stored(key, path, 8 + length, entry) for key, entry in raw.items()]
+        except (msgspec.DecodeError, ValueError) as error:
             raise VerifierInvalid(
                 where,
                 wanted="a safetensors header",
@@ -195,13 +200,24 @@ class Weights:
         return WeightFile(path=path, size=size, header=header, tensors=tuple(tensors))
 
 
-def _stored(key: str, path: str, data: int, entry: dict[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in a safetensors header; the offsets count from the header's end."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
+def _stored(key: str, path: str, data: int, raw: msgspec.Raw) -> StoredTensor:
+    entry = msgspec.json.decode(raw, type=_Entry)
+    begin, end = entry.data_offsets
+    if begin > end:
+        raise ValueError(f"{key} ends at {end}, before its start at {begin}")
     return StoredTensor(
         key=key,
         path=path,
-        dtype=entry["dtype"],
-        shape=tuple(entry["shape"]),
+        dtype=entry.dtype,
+        shape=entry.shape,
         start=data + begin,
         end=data + end,
     )
