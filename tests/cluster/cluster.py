@@ -14,7 +14,7 @@ from typing import Any
 from tests.cluster import network
 from tests.cluster.binaries import program
 from tests.cluster.node import Node
-from tests.cluster.processes import Processes
+from tests.cluster.processes import Processes, stop
 from tests.s3_server import S3Server
 
 COMMAND_SECONDS = 300.0
@@ -69,6 +69,10 @@ class Cluster:
         """Stop a process of ours in its tracks, or let it go on."""
         for process in self.processes.named(name) if self.processes else ():
             process.signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    def kill(self, name: str) -> None:
+        """Kill a process of ours where it stands, and wait until it is gone."""
+        stop(self.processes.named(name) if self.processes else (), patience=0.0)
 
     def cut(self, node: str) -> None:
         """Pull the node's network cable out."""

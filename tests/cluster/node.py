@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tarfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -69,6 +70,14 @@ class Node:
 
     def start_pods(self, processes: Processes, identities: Identities) -> None:
         """Start the kubelet and the proxy, which need the API server."""
+        self.start_kubelet(processes, identities)
+        proxy = identities.kubeconfig("system:kube-proxy")
+        self._write("kube-proxy.yaml", node=self.name, pods=network.PODS, kubeconfig=proxy)
+        command = [program("kube-proxy"), f"--config={self.folder / 'kube-proxy.yaml'}"]
+        self._start(processes, "kube-proxy", command)
+
+    def start_kubelet(self, processes: Processes, identities: Identities) -> None:
+        """Start the kubelet, for the first time or after it was killed."""
         kubelet = identities.kubeconfig(f"system:node:{self.name}")
         self._write(
             "kubelet.yaml",
@@ -79,8 +88,6 @@ class Node:
             cgroup=cgroups.name(self.name),
             dns=identities.address,
         )
-        proxy = identities.kubeconfig("system:kube-proxy")
-        self._write("kube-proxy.yaml", node=self.name, pods=network.PODS, kubeconfig=proxy)
         command = [
             program("kubelet"),
             f"--config={self.folder / 'kubelet.yaml'}",
@@ -90,8 +97,6 @@ class Node:
             f"--node-ip={self.address}",
         ]
         self._start(processes, "kubelet", command)
-        command = [program("kube-proxy"), f"--config={self.folder / 'kube-proxy.yaml'}"]
-        self._start(processes, "kube-proxy", command)
 
     def remove_containers(self) -> None:
         """End and remove every container; images stay."""
@@ -105,6 +110,24 @@ class Node:
         held = [line.split() for line in self.ctr("images", "list").splitlines()]
         if not any(line[0] == name and line[2] == _index_digest(archive) for line in held):
             self.ctr("images", "import", "--index-name", name, str(archive))
+
+    def forget_images(self, kept: Collection[str]) -> None:
+        """Remove earlier images of the project, some of which are several gigabytes.
+
+        Args:
+            kept: the names of those that stay; what has lost its name to a newer image goes too.
+        """
+        lines = self.ctr("images", "list").splitlines()[1:]
+        held = [(line.split()[0], line.split()[2]) for line in lines]
+        ours = "localhost/eagle3-"
+        living = {
+            digest
+            for name, digest in held
+            if not name.startswith("sha256:") and (name in kept or not name.startswith(ours))
+        }
+        stale = [name for name, digest in held if digest not in living]
+        if stale:
+            self.ctr("images", "remove", "--sync", *stale)
 
     def ctr(self, *arguments: str) -> str:
         """What containerd's own client answers, in the namespace of Kubernetes."""

@@ -85,9 +85,13 @@ class Processes:
                     found.append(Process(**json.loads(line)))
         return found
 
+    def current(self) -> list[Process]:
+        """Of each name the one that was started last: what ought to run now."""
+        return list({process.name: process for process in self.recorded()}.values())
+
     def ended(self) -> list[str]:
-        """The names of those that run no more."""
-        return [process.name for process in self.recorded() if not process.alive()]
+        """The names of those that ought to run and do not."""
+        return [process.name for process in self.current() if not process.alive()]
 
     def named(self, *beginnings: str) -> list[Process]:
         """The processes whose names begin with one of these."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from eagle3.demo_inputs import CONVERSATIONS_NAME, VERIFIER_NAME, write_inputs
 from eagle3.store import Store, open_store
 from tests.cluster import waiting
 from tests.cluster.cluster import Cluster, CommandFailed, Namespace
@@ -89,6 +90,19 @@ def upload_inputs(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def upload_demo(folder: Path) -> Mapping[str, Any]:
+    """The demonstration's verifier and chats, in the bucket; returns what names them."""
+    write_inputs(folder)
+    bucket = open_store(f"s3://{BUCKET}/smollm")
+    for path in sorted((folder / VERIFIER_NAME).iterdir()):
+        bucket.put_file(path, f"verifier/{path.name}")
+    bucket.put_file(folder / CONVERSATIONS_NAME, "chats.jsonl")
+    return {
+        "verifier": {"source": f"{bucket.url}/verifier"},
+        "prepare": {"data": [f"{bucket.url}/chats.jsonl"]},
+    }
+
+
 def values_of(s3: S3Server, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Values over those of the profile for CPUs."""
     engines = ("regenerate", "extract", "train", "export", "evaluate")
@@ -102,7 +116,7 @@ def values_of(s3: S3Server, config: Mapping[str, Any], **more: Any) -> dict[str,
         "runner": {"pollSeconds": 2},
         "stages": {
             **{stage: {"cpu": "50m", "memory": _MEMORY[stage]} for stage in _MEMORY},
-            **{stage: {"cpu": "100m", "memory": "6Gi"} for stage in engines},
+            **{stage: {"cpu": "1100m", "memory": "6Gi"} for stage in engines},
         },
     }
     return merged(values, more)
@@ -168,14 +182,18 @@ class Release:
         """Wait until a stage's Job has ended; an assertion where it failed."""
 
         def ended() -> bool:
-            job = self.jobs().get(stage)
-            for condition in (job or {}).get("status", {}).get("conditions", []):
-                if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-                    assert condition["type"] == "Complete", self.story_of(stage)
-                    return True
-            return False
+            assert self.ended(stage) != "Failed", self.story_of(stage)
+            return self.ended(stage) == "Complete"
 
         waiting.until(ended, f"{stage} completes", seconds=seconds)
+
+    def ended(self, stage: str) -> str:
+        """Complete or Failed, once a stage's Job is; else an empty text."""
+        job = self.jobs().get(stage)
+        for condition in (job or {}).get("status", {}).get("conditions", []):
+            if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+                return str(condition["type"])
+        return ""
 
     def story_of(self, stage: str) -> str:
         """What is known of a stage that went wrong, for a failing test."""
@@ -199,9 +217,11 @@ def give_credentials(namespace: Namespace, s3: S3Server) -> None:
 
 
 def load_images(cluster: Cluster, images: Mapping[str, Any]) -> None:
-    """Put every image onto every node; nothing is done where it is already."""
+    """Put every image onto every node, unless it is there already; earlier ones go."""
     for image in images.values():
         cluster.import_image(image.archive, image.reference)
+    for node in cluster.nodes:
+        node.forget_images({image.reference for image in images.values()})
 
 
 def pods_of(namespace: Namespace) -> list[Any]:

@@ -27,8 +27,10 @@ from tests.cluster.processes import Process, Processes, kill_where, stop
 from tests.s3_server import S3Server
 
 NODES = {"n1": 1, "n2": 2}
-GPUS = "8"
+GPU, GPUS = "nvidia.com/gpu", "8"
 READY_SECONDS = 120.0
+# A kubelet reports its node's state every two seconds.
+SETTLED_SECONDS = 5.0
 RECORD = STATE / "record.json"
 
 
@@ -126,6 +128,22 @@ def down() -> bool:
         return True
 
 
+def revive_kubelet(cluster: Cluster, name: str) -> None:
+    """Start the kubelet of a node again, which was killed, and wait until the node is ready."""
+    assert cluster.processes is not None, "a cluster of ours"
+    (node,) = (one for one in cluster.nodes if one.name == name)
+    processes = cluster.processes
+    node.start_kubelet(processes, _identities())
+
+    # One that begins anew takes back what no device plugin told it, some time after it is ready.
+    def given_and_kept() -> bool:
+        _give_gpus(cluster, name, processes)
+        time.sleep(SETTLED_SECONDS)
+        return _ready(cluster)
+
+    waiting.until(given_and_kept, f"{name} is ready again", seconds=READY_SECONDS)
+
+
 def _start(owner: Process | None) -> Cluster:
     STATE.mkdir(mode=0o700)
     record = Record(boot=_boot(), footprint=Footprint.taken(), owner=owner)
@@ -137,7 +155,7 @@ def _start(owner: Process | None) -> Cluster:
     weed = processes.start("s3", command)
     record = replace(record, s3=s3)
     cluster = _cluster(record)
-    identities = Identities(STATE / "identities", network.address(NODES["n1"]))
+    identities = _identities()
     identities.make(list(NODES))
     plane = ControlPlane(folder=STATE, node="n1", identities=identities, processes=processes)
     plane.start()
@@ -164,7 +182,7 @@ def _start(owner: Process | None) -> Cluster:
 
 def _give_gpus(cluster: Cluster, node: str, processes: Processes) -> None:
     """Let a node say that it has GPUs, as a device plugin would."""
-    path = "/status/capacity/nvidia.com~1gpu"
+    path = f"/status/capacity/{GPU.replace('/', '~1')}"
     patch = json.dumps([{"op": "add", "path": path, "value": GPUS}])
     command = ["patch", "node", node, "--subresource=status", "--type=json", f"--patch={patch}"]
 
@@ -186,7 +204,7 @@ def _ready(cluster: Cluster) -> bool:
         return False
     for node in cluster.get("nodes"):
         conditions = {each["type"]: each["status"] for each in node["status"]["conditions"]}
-        gpus = node["status"]["allocatable"].get("nvidia.com/gpu")
+        gpus = node["status"]["allocatable"].get(GPU)
         if conditions.get("Ready") != "True" or gpus != GPUS:
             return False
     return True
@@ -222,15 +240,18 @@ def _remove() -> bool:
 
 def _lives(record: Record) -> bool:
     """Whether a recorded cluster still stands, as far as its processes and its owner tell."""
-    recorded = _processes().recorded()
     owned = record.owner is None or record.owner.alive()
-    whole = record.s3 is not None and all(process.alive() for process in recorded)
+    whole = record.s3 is not None and not _processes().ended()
     return record.boot == _boot() and owned and whole
 
 
 def _cluster(record: Record) -> Cluster:
-    kubeconfig = Identities(STATE / "identities", "").kubeconfig("admin")
+    kubeconfig = _identities().kubeconfig("admin")
     return Cluster(kubeconfig=kubeconfig, nodes=_nodes(), s3=record.s3, processes=_processes())
+
+
+def _identities() -> Identities:
+    return Identities(STATE / "identities", network.address(NODES["n1"]))
 
 
 def _nodes() -> tuple[Node, ...]:
