@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test test-cluster check lint unit lock bench-extract manifests images testbed cluster-up cluster-down clean
+.PHONY: help setup demo test test-cluster check lint unit lock bench-extract guards manifests images testbed cluster-up cluster-down clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ lock: setup ## compile requirements.txt from pyproject.toml
 
 bench-extract: setup ## extraction against plain prefill, into runs/bench/extract.json
 	@$(PYTHON) -m tests.bench.extract
+
+guards: setup ## take each guard of tests/faults.toml away, and see its tests fail
+	@$(PYTHON) -m tests.guards
 
 manifests: setup ## write the chart's schema and k8s/ anew
 	@$(PYTHON) -m eagle3.chart --helm "$${HELM:-$$($(PYTHON) -m tests.helm)}"

@@ -18,6 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests.fault_table import faults_in_name
 from tests.s3_server import S3Server, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +47,13 @@ class _Groups(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Groups:
     """Share the tests out in groups."""
     return _Groups(config, log)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A test whose name, or whose class's, begins with ids of faults is marked with them."""
+    for part in item.nodeid.split("::")[1:]:
+        if ids := faults_in_name(part):
+            item.add_marker(pytest.mark.fault(*sorted(ids)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -242,6 +242,7 @@ class TestPods:
             "configmaps": {"get", "patch"},
         }
 
+    @pytest.mark.fault("B83")
     def test_the_gate_is_who_the_stage_is(self, full):
         """One identity, or the gate proves nothing about what the stage will find."""
         for job in full.jobs.values():
@@ -263,6 +264,7 @@ class TestPods:
                 assert mounts["/etc/eagle3"]["readOnly"] is True
 
     @pytest.mark.parametrize("profile", PROFILES)
+    @pytest.mark.fault("B81")
     def test_shared_memory_is_there_and_counted(self, helm, profile):
         """64 MB, the runtime's default, end tensor parallelism with a bus error."""
         sizes = VALUES["stages"] | {}
@@ -308,6 +310,7 @@ class TestPods:
         given = helm.release(CPU, 'stages.train.env.OMP_NUM_THREADS="6"').jobs
         assert threads(given["train"]) == ['"6"']
 
+    @pytest.mark.fault("B117")
     def test_disk_is_requested_and_bounded(self, helm):
         for job in helm.release(KIMI).jobs.values():
             pod = job["spec"]["template"]["spec"]
@@ -357,6 +360,7 @@ class TestPods:
 
 
 class TestJobs:
+    @pytest.mark.fault("B77")
     def test_a_code_that_no_retry_can_help_fails_the_job(self, helm):
         def below(error):
             return [error, *(found for one in error.__subclasses__() for found in below(one))]
@@ -382,6 +386,7 @@ class TestJobs:
             assert lacking["onExitCodes"]["values"] == [errors.EnvironmentMisconfigured.exit_code]
             assert lacking["action"] == ("FailIndex" if stage.indexed else "FailJob")
 
+    @pytest.mark.fault("B78")
     def test_a_failed_pod_stays_and_is_not_doubled(self, full):
         for job in full.jobs.values():
             assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"

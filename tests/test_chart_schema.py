@@ -84,6 +84,7 @@ def helm(request):
 
 
 @pytest.mark.parametrize("fault", BY_SCHEMA)
+@pytest.mark.fault("B90")
 def test_the_schema_refuses(helm, fault):
     values, named = BY_SCHEMA[fault]
     with pytest.raises(Refused, match="don't meet the specifications of the schema") as refused:

@@ -66,6 +66,7 @@ def test_two_fields_are_enough_and_the_rest_has_defaults():
         (with_fields(**{"train__geometry__num-layers": 1}), "num-layers", "num_layers"),
     ],
 )
+@pytest.mark.fault("B90")
 def test_an_unknown_key_is_refused_with_the_nearest_name(raw, field, hint):
     error = refusal(raw)
     assert field in error.field

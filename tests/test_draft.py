@@ -212,6 +212,7 @@ class TestRows:
         with pytest.raises(ManifestInvalid, match="samples of"):
             index_rows(artifact_at(store, "extract"))
 
+    @pytest.mark.fault("B116")
     def test_a_shard_in_another_ones_place_is_refused(self, run: Store, tmp_path: Path) -> None:
         """As many rows and tokens, each row whole by its own checksum: only the header tells."""
         store = copy_of(run, tmp_path)
@@ -338,6 +339,7 @@ class TestBackend:
             for key in wanted:
                 assert torch.equal(wanted[key], found[key]), key
 
+    @pytest.mark.fault("B100")
     def test_a_missing_row_raises(self, run: Store, tmp_path: Path) -> None:
         store = copy_of(run, tmp_path)
         transfer = StoreTransfer(index_rows(artifact_at(store, "extract")))
@@ -361,6 +363,7 @@ class TestBackend:
 
 
 class TestRecipe:
+    @pytest.mark.fault("B100")
     def test_every_field_arrives(self, tmp_path: Path) -> None:
         config = config_of(optimizer="adamw", scheduler="linear", ttt_steps=4).train
         split = split_rows(24, 0.1)

@@ -244,6 +244,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 class TestLint:
     @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.fault("B72", "B73", "B74")
     def test_refuses(self, llama: Store, wanted: Wanted, tmp_path: Path, fault: str) -> None:
         spoil, field = FAULTS[fault]
         folder = tmp_path / "draft"

@@ -288,6 +288,7 @@ def test_a_row_that_is_not_finite_is_rejected_counted_and_left_out(folder: Path)
     assert [row.row for row in rows_of(found)] == names[:3] + names[4:]
 
 
+@pytest.mark.fault("B26")
 def test_too_many_rejected_rows_fail_the_stage(folder: Path) -> None:
     with pytest.raises(CaptureInvalid, match="1 non_finite"):
         run_extract(folder, nan_in_row(3))
@@ -347,6 +348,7 @@ def test_other_layers_in_a_begun_prefix_are_refused(folder: Path) -> None:
         run_extract(folder, never)
 
 
+@pytest.mark.fault("B101")
 def test_an_output_prefix_that_cannot_be_written_is_refused_before_the_engine(
     folder: Path,
 ) -> None:

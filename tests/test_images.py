@@ -88,6 +88,7 @@ def test_an_image_runs_as_a_user_without_rights(name):
 
 
 @each_dockerfile
+@pytest.mark.fault("B92")
 def test_signals_reach_the_stage_and_no_shell(name):
     for word in ("ENTRYPOINT", "CMD"):
         for value in values(name, word):

@@ -142,6 +142,7 @@ def test_readers_and_refs_can_be_pickled_into_a_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
+@pytest.mark.fault("B111")
 def test_a_flipped_bit_is_found_on_read(tmp_path: Path, place: str) -> None:
     data = bytearray(encode_samples(samples_of(4)))
     start = len(data) - 4 * (8 + 8 + 64)
@@ -156,6 +157,7 @@ def test_a_flipped_bit_is_found_on_read(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 9, 200, -1])
+@pytest.mark.fault("B111")
 def test_a_cut_object_is_refused(tmp_path: Path, keep: int) -> None:
     data = encode_samples(samples_of(4, 4))
     store = store_with(tmp_path, data[:keep])

@@ -380,7 +380,7 @@ class TestRefusals:
         with pytest.raises(ManifestInvalid, match=r"layer_ids|final_hidden_state"):
             self.story(store)
 
-    def test_b12_rows_longer_than_a_step(self, ready: Store, tmp_path: Path) -> None:
+    def test_rows_longer_than_a_step(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
         # Smaller than the rows themselves, though not than prepare.max_seq_len says they are.
         config = config_of()

@@ -193,6 +193,7 @@ def test_the_first_worker_takes_the_natural_order_and_another_does_not() -> None
     assert sorted(second) == first
 
 
+@pytest.mark.fault("B76")
 def test_a_unit_without_a_record_is_no_manifest() -> None:
     units = cut_units(entries([10]), 4)
     records = {unit.number: record_of(unit) for unit in units[:-1]}

@@ -151,6 +151,7 @@ def make_slow(folder: Path, *, keeps_specials: bool = True) -> Path:
 
 
 class TestB02RemoteCode:
+    @pytest.mark.fault("B89")
     def test_it_runs_only_when_the_configuration_says_so(self, kimi: Path) -> None:
         told = refusal(make_slow(kimi), ConfigError)
         assert "verifier.trust_remote_code: wanted true" in told

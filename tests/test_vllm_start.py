@@ -124,6 +124,12 @@ class TestRefusals:
             VllmCapture(options(tmp_path / "no"), layer_ids=(2, 4, 5, 8), scratch=tmp_path)
         assert list(tmp_path.iterdir()) == []
 
+    def test_b23_b25_every_prompt_is_computed_anew_and_in_one_step(self, kimi: Path) -> None:
+        found = engine_arguments(options(kimi), config_of(kimi), {})
+        assert found["enable_prefix_caching"] is False
+        assert found["enable_chunked_prefill"] is False
+        assert found["max_num_batched_tokens"] >= found["max_model_len"]
+
     def test_b25_prefill_in_pieces(self, llama: Path) -> None:
         with pytest.raises(ConfigError, match="prefilled in one step"):
             VllmGenerator(options(llama, extra={"max_num_batched_tokens": 512}))

@@ -23,7 +23,7 @@ from speculators.train.trainer import Trainer
 
 from eagle3.draft.checkpoints import UNTRAINED
 from eagle3.draft.seams import upstream_seams
-from eagle3.errors import Stopped
+from eagle3.errors import DraftInvalid, Stopped
 
 METRICS_LOGGER = "speculators.metrics"
 
@@ -124,6 +124,13 @@ class WatchedTrainer(Trainer):  # type: ignore[misc]
             self._tell_saved(str(epoch))
 
     def _after_step(self, epoch: int, local_step: int) -> None:
+        if not self.model.training:
+            raise DraftInvalid(
+                f"train: step {self.global_step}",
+                wanted="a model that is being trained",
+                found="one set to evaluation, as a validation leaves it",
+                remedy="install the version of speculators that eagle3 pins",
+            )
         self._watch.stepped(self.global_step)
         if not self._at_the_end() and self._agreed_to_stop():
             self.maybe_save_checkpoint(epoch, local_step=local_step)

@@ -14,11 +14,15 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from eagle3.errors import (
     ConfigError,
+    Eagle3Error,
     EnvironmentMisconfigured,
     PermissionRefused,
     ServiceUnavailable,
+    TemporaryFailure,
 )
 
+_OF_A_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_OF_AN_OLD_TOKEN = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -51,12 +55,7 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             remedy="correct the path",
         ) from error
     except (PermissionError, NoCredentialsError) as error:
-        raise PermissionRefused(
-            where,
-            wanted="credentials that may use it",
-            found=first_line(error),
-            remedy="check the key, its rights on this prefix, and this machine's clock",
-        ) from error
+        raise _refused(where, error) from error
     except ValueError as error:
         # botocore's word for a URL that it cannot use; nothing else here raises it.
         raise EnvironmentMisconfigured(
@@ -79,6 +78,31 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="check the endpoint (AWS_ENDPOINT_URL) and the bucket, and try again",
         ) from error
+
+
+def _refused(where: str, error: BaseException) -> Eagle3Error:
+    """What a store's "no" means: it looks the same for a wrong key, a wrong clock, an old token."""
+    code, found = _code_of(error), first_line(error)
+    if code in _OF_A_CLOCK:
+        return EnvironmentMisconfigured(
+            where,
+            wanted="a clock that agrees with the store's to a few minutes",
+            found=found,
+            remedy="set this machine's clock",
+        )
+    if code in _OF_AN_OLD_TOKEN:
+        return TemporaryFailure(
+            where,
+            wanted="credentials that are still valid",
+            found=found,
+            remedy="run it again, which goes on; give it credentials that renew themselves",
+        )
+    return PermissionRefused(
+        where,
+        wanted="credentials that may use it",
+        found=found,
+        remedy="check the key, its rights on this prefix, and this machine's clock",
+    )
 
 
 def _refuse_if_away(where: str, cause: BaseException | None) -> None:
@@ -108,8 +132,13 @@ def refused_precondition_is_exists(path: str) -> Iterator[None]:
 
 
 def _is_upload_gone(error: OSError) -> bool:
+    return _code_of(error) == "NoSuchUpload"
+
+
+def _code_of(error: BaseException) -> str:
+    """S3's own word for a refusal, which s3fs translates; empty where there is none."""
     cause = error.__cause__
-    return isinstance(cause, ClientError) and cause.response["Error"].get("Code") == "NoSuchUpload"
+    return str(cause.response["Error"].get("Code")) if isinstance(cause, ClientError) else ""
 
 
 def is_range_past_end(error: OSError) -> bool:
