@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from eagle3.config import PrepareConfig
 from eagle3.conversations import messages as parsing
 from eagle3.conversations.messages import Conversation, Message, Rejected, role_map
 from eagle3.conversations.reading import RawRow
-from eagle3.conversations.rendering import Renderer, RowBuilder
+from eagle3.conversations.rendering import Renderer, RowBuilder, Script
 from eagle3.conversations.split import conversation_id, is_heldout
 from eagle3.errors import ConversationsInvalid
 
 _DIGEST_BYTES = 16
+# Of a conversation that is far too long only the beginning can become a row.
+_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,15 @@ class HeldOut(Outcome):
     """A conversation kept away from training; `messages` end before the first answer."""
 
     input_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered:
+    """A conversation to train on, before its ids are known."""
+
+    found: Conversation
+    name: str
+    script: Script
 
 
 class FormOfFile:
@@ -110,6 +121,18 @@ class Converter:
 
     def convert(self, raw: RawRow, form: FormOfFile) -> Kept | HeldOut | Rejected:
         """What becomes of a row. Raises ConversationsInvalid for a file of mixed forms."""
+        return self.convert_all([raw], form)[0]
+
+    def convert_all(
+        self, rows: Sequence[RawRow], form: FormOfFile
+    ) -> list[Kept | HeldOut | Rejected]:
+        """The same of many rows of a file, which costs less for each."""
+        begun = [self._begun(raw, form) for raw in rows]
+        most = _CHARACTERS_PER_TOKEN * self._config.max_seq_len
+        self._renderer.learn(one.script.text[:most] for one in begun if isinstance(one, _Answered))
+        return [self._ended(one) if isinstance(one, _Answered) else one for one in begun]
+
+    def _begun(self, raw: RawRow, form: FormOfFile) -> Kept | HeldOut | Rejected | _Answered:
         try:
             record = raw.record()
             found = parsing.parse(
@@ -121,7 +144,17 @@ class Converter:
             name = conversation_id(found.messages)
             if is_heldout(name, self._config.heldout_share):
                 return self._held_out(found, name)
-            return self._kept(found, name)
+            answers = _answers(found.messages)
+            if not answers:
+                return self._asked(found, name)
+            script = self._renderer.script(found.messages[: answers[-1] + 1], found.tools)
+            return _Answered(found=found, name=name, script=script)
+        except Rejected as rejected:
+            return rejected
+
+    def _ended(self, begun: _Answered) -> Kept | Rejected:
+        try:
+            return self._kept(begun)
         except Rejected as rejected:
             return rejected
 
@@ -157,15 +190,11 @@ class Converter:
             counts={"unanswered": 1},
         )
 
-    def _kept(self, found: Conversation, name: str) -> Kept:
-        answers = _answers(found.messages)
-        if not answers:
-            return self._asked(found, name)
-        self._renderer.check_texts(found.messages[: answers[-1] + 1], found.tools)
+    def _kept(self, begun: _Answered) -> Kept:
+        found = begun.found
         builder = RowBuilder(self._config.max_seq_len)
         fitting = 0
-        for at in answers:
-            prompt, answer = self._renderer.turn_ids(found.messages[: at + 1], found.tools)
+        for prompt, answer in self._renderer.turns(begun.script):
             if not builder.add_turn(prompt, answer):
                 if fitting == 0:
                     length = len(prompt) + len(answer)
@@ -176,14 +205,14 @@ class Converter:
         if not rows:
             raise Rejected("too_few_supervised")
         return Kept(
-            conversation=name,
+            conversation=begun.name,
             digest=_digest(found),
             messages=found.messages,
             tools=found.tools,
             rows=rows,
             counts={
                 "turns": fitting,
-                "turns_too_long": len(answers) - fitting,
+                "turns_too_long": len(_answers(found.messages)) - fitting,
                 "rows_too_short": len(builder.rows()) - len(rows),
             },
         )

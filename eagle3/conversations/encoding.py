@@ -1,20 +1,23 @@
-"""Text to ids, without encoding the beginning of a growing conversation again and again.
+"""Text to ids, piece by piece: between special tokens, many at once, none of them twice.
 
-Every turn of a conversation is rendered with its whole history, so that encoding each render
-from its start costs the square of the length. A special token cuts a text in two that do not
-influence each other, in nearly every tokenizer; where that is proven for a stop token, only what
-comes after the last known answer is encoded.
+Every turn of a conversation is rendered with its whole history, so that encoding each render from
+its start costs the square of the length. A special token cuts a text in two that do not influence
+each other, in nearly every tokenizer. Where that is proven, pieces are encoded by themselves, and
+what comes after the last known answer is all that is looked at.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-# What may follow a stop token. Tokenizers differ in what they do to the start of a text: a space
-# added, spaces swallowed, a line break merged, a mark composed with the letter before it.
+# What may stand beside a special token. Tokenizers differ in what they do to the start of a text:
+# a space added, spaces swallowed, a line break merged, a mark composed with the letter before it.
 _SUFFIXES = ("a b", " a", "  a", "\n", "\n\n a", "\t", "1", "\u0301a", "é", "<a>", "[x]")
+_PREFIXES = ("a b", "a ", "a  ", "a\n", "a \n\n", "\t", "1", "é", "</a>", "[x]", "日")
+_MOST_REMEMBERED = 4096
 
 
 class Encoder:
@@ -22,20 +25,45 @@ class Encoder:
 
     Args:
         tokenizer: any, slow ones too.
-        stop_ids: tokens at which a text may be cut, as far as that is proven.
+        cut_ids: tokens at which a text may be cut, as far as that is proven.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cut_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._cuts = {i: text for i in stop_ids if (text := self._provably_cut(i)) is not None}
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        found = {i: text for i in cut_ids if (text := self._provably_cut(i, added)) is not None}
+        self._cuts = found
+        self._cut_ids = {text: i for i, text in found.items()}
+        texts = sorted(self._cut_ids, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._pieces: dict[str, list[int]] = {}
         self._text = ""
         self._ids: list[int] = []
+
+    def learn(self, texts: Iterable[str]) -> None:
+        """Encode the pieces of texts that will be asked for, all at once; forget earlier ones."""
+        self._pieces = {}
+        if self._cut is None:
+            return
+        found = dict.fromkeys(piece for text in texts for piece in self._cut.split(text)[::2])
+        found.pop("", None)
+        if found:
+            # Of a batch one list comes back for each text, and nothing that would have to be
+            # dropped again.
+            ids = self._tokenizer(
+                list(found),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            self._pieces = dict(zip(found, ids, strict=True))
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text, equal to those of encoding it whole."""
         if self._text and text.startswith(self._text):
-            return [*self._ids, *self._encode(text[len(self._text) :])]
-        return self._encode(text)
+            return [*self._ids, *self._encode_pieces(text[len(self._text) :])]
+        return self._encode_pieces(text)
 
     def know(self, text: str, start: int, ids: list[int]) -> None:
         """Learn the ids of a text's beginning, for texts that continue it.
@@ -49,18 +77,51 @@ class Encoder:
         if token is not None and end >= 0:
             self._text, self._ids = text[: end + len(token)], ids
 
+    def _encode_pieces(self, text: str) -> list[int]:
+        if self._cut is None:
+            return self._encode(text)
+        ids: list[int] = []
+        for at, piece in enumerate(self._cut.split(text)):
+            if at % 2:
+                ids.append(self._cut_ids[piece])
+            elif piece:
+                ids += self._piece(piece)
+        return ids
+
+    def _piece(self, piece: str) -> list[int]:
+        ids = self._pieces.get(piece)
+        if ids is None:
+            ids = self._encode(piece)
+            if len(self._pieces) < _MOST_REMEMBERED:
+                self._pieces[piece] = ids
+        return ids
+
     def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         assert isinstance(ids, list)
         return ids
 
-    def _provably_cut(self, token_id: int) -> str | None:
-        """The token's text when whatever follows it is encoded as if it stood alone."""
+    def _provably_cut(self, token_id: int, added: list[str]) -> str | None:
+        """The token's text when whatever stands beside it is encoded as if it stood alone."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        assert isinstance(token, str)
-        before = self._encode(f"a b{token}")
+        if not isinstance(token, str) or any(_overlap(token, other) for other in added):
+            return None
+        for prefix in _PREFIXES:
+            before = self._encode(f"{prefix}{token}")
+            if before != [*self._encode(prefix), token_id]:
+                return None
         for suffix in (*_SUFFIXES, token):
             whole = self._encode(f"a b{token}{suffix}")
-            if before[-1:] != [token_id] or whole != [*before, *self._encode(suffix)]:
+            if whole != [*self._encode(f"a b{token}"), *self._encode(suffix)]:
                 return None
         return token
+
+
+def _overlap(token: str, other: str) -> bool:
+    """Whether a text can hold both so that they share characters."""
+    if token == other:
+        return False
+    if token in other or other in token:
+        return True
+    shared = range(1, min(len(token), len(other)))
+    return any(token.endswith(other[:n]) or other.endswith(token[:n]) for n in shared)

@@ -88,8 +88,8 @@ def _chunks(sources: Sequence[Source], num_rows: int) -> Iterator[_Chunk]:
 
 def _converted(converter: Converter, chunk: _Chunk) -> Iterator[Placed]:
     index, form, rows = chunk
-    for raw in rows:
-        yield index, f"{form.url}:{raw.place}", converter.convert(raw, form)
+    for raw, outcome in zip(rows, converter.convert_all(rows, form), strict=True):
+        yield index, f"{form.url}:{raw.place}", outcome
 
 
 def _start_worker(verifier: VerifierConfig, config: PrepareConfig, unanswered: bool) -> None:

@@ -10,7 +10,8 @@ templates have none).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.conversations.encoding import Encoder
+from eagle3.conversations.growing import growing, turn_texts
 from eagle3.conversations.messages import Message, Rejected
 from eagle3.conversations.tool_calls import find_tool_style
 from eagle3.errors import VerifierInvalid
@@ -28,6 +30,19 @@ _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, Ind
 # How templates are told to prompt without reasoning. Most know none of these.
 _SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
 _PROBE_USER: Message = {"role": "user", "content": "probe question"}
+Tools = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A conversation to its last answer, whose texts have been checked.
+
+    Attributes: text: its render.
+    """
+
+    messages: Sequence[Message]
+    tools: Tools
+    text: str
 
 
 class Renderer:
@@ -43,31 +58,38 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stops = frozenset(stop_ids)
-        self._encoder = Encoder(tokenizer, stop_ids)
+        self._encoder = Encoder(tokenizer, ())
         self._switches = self._find_switches()
         prompt = self._prove_encoding()
         special = special_ids(tokenizer)
         # Published role markers are not always marked as special, but they are never spelt out.
         self._marks = frozenset(prompt) & (special | set(tokenizer.added_tokens_decoder))
+        self._encoder = Encoder(tokenizer, self._stops | self._marks)
+        template = tokenizer.chat_template
+        self._growing = growing(template) if isinstance(template, str) else None
         self._control = _literals(tokenizer, special | self._marks)
         self._control_in_answer = _literals(tokenizer, self._marks & special | self._stops)
         self._tool_style = find_tool_style(
             lambda messages: self._render_as_is(messages, None, prompt=False)
         )
 
-    def prompt_ids(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a history with the generation prompt, as a server sends them to the verifier.
 
         Raises Rejected where the template refuses these messages.
         """
         return self._ids(self._render(messages, tools, prompt=True))
 
-    def turn_ids(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[list[int], list[int]]:
-        """(prompt, answer) of the last message, an assistant's.
+    def script(self, messages: Sequence[Message], tools: Tools) -> Script:
+        """A conversation that ends with an answer, rendered and checked. Raises Rejected."""
+        return Script(messages=messages, tools=tools, text=self.check_texts(messages, tools))
+
+    def learn(self, texts: Iterable[str]) -> None:
+        """Encode at once what the turns of these renders will need."""
+        self._encoder.learn(texts)
+
+    def turns(self, script: Script) -> Iterator[tuple[list[int], list[int]]]:
+        """(prompt, answer) of each answer, in order.
 
         The answer ends with its stop token. A template that can prompt with and without
         reasoning has several prompts; the longest that the render begins with is taken, so that
@@ -75,10 +97,18 @@ class Renderer:
 
         Raises Rejected.
         """
-        text = self._render(messages, tools, prompt=False)
+        answers = [at for at, message in enumerate(script.messages) if _is_answer(message)]
+        at_once = self._turns_at_once(script, answers)
+        for number, place in enumerate(answers):
+            if at_once is not None:
+                texts = at_once[number]
+            else:
+                texts = self._turn_texts(script.messages[: place + 1], script.tools)
+            yield self._turn_ids(*texts)
+
+    def _turn_ids(self, starts: Sequence[str], text: str) -> tuple[list[int], list[int]]:
         whole = self._ids(text)
-        for switch in self._switches:
-            start = self._render(messages[:-1], tools, prompt=True, **switch)
+        for start in starts:
             prompt = self._ids(start) if text.startswith(start) else []
             if prompt and whole[: len(prompt)] == prompt:
                 answer = self._answer(whole[len(prompt) :])
@@ -86,8 +116,46 @@ class Renderer:
                 return prompt, answer
         raise Rejected("prompt_not_a_prefix", "the render with the answer begins otherwise")
 
-    def check_texts(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
-        """No message may forge a turn, and none may vanish. Raises Rejected.
+    def _turn_texts(self, messages: Sequence[Message], tools: Tools) -> tuple[list[str], str]:
+        """(prompts, whole) of the last message, an answer."""
+        starts = (
+            self._render(messages[:-1], tools, prompt=True, **switch) for switch in self._switches
+        )
+        return list(starts), self._render(messages, tools, prompt=False)
+
+    def _turns_at_once(
+        self, script: Script, answers: Sequence[int]
+    ) -> list[tuple[list[str], str]] | None:
+        """The same of every answer, where the template gives them by one render."""
+        template = self._growing
+        if template is None or len(answers) < 2:
+            return None
+        spelt = [self._for_template(message) for message in script.messages]
+        found = []
+        for switch in self._switches:
+
+            def render(template: Any, switch: dict[str, Any] = switch) -> str:
+                return self._render_as_is(
+                    spelt, script.tools, prompt=False, chat_template=template, **switch
+                )
+
+            try:
+                texts = turn_texts(render, template, answers)
+            except Rejected:
+                # What follows the loop may refuse a message that no history ends with.
+                return None
+            if texts is None:
+                return None
+            found.append(texts)
+        wholes = [whole for _, whole in found[self._switches.index({})]]
+        # The proof of it on this very conversation.
+        if wholes[-1] != script.text:
+            return None
+        prompts = zip(*([prompt for prompt, _ in texts] for texts in found), strict=True)
+        return [(list(starts), whole) for starts, whole in zip(prompts, wholes, strict=True)]
+
+    def check_texts(self, messages: Sequence[Message], tools: Tools) -> str:
+        """No message may forge a turn, and none may vanish. Returns the render; raises Rejected.
 
         A special token that is spelt out in a text would become the token itself. In an answer
         only those count that mark turns or end them: others may be the verifier's own speech.
@@ -109,6 +177,7 @@ class Renderer:
                 at = text.find(wanted) if message["role"] == "system" else 0
             if at < 0:
                 raise Rejected("template_drops_turn", f"a {message['role']} message is lost")
+        return text
 
     def _answer(self, tail: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(tail) if token in self._stops), None)
@@ -126,7 +195,7 @@ class Renderer:
     def _render(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         *,
         prompt: bool,
         **switch: Any,
@@ -137,7 +206,7 @@ class Renderer:
     def _render_as_is(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         *,
         prompt: bool,
         **switch: Any,
@@ -149,7 +218,7 @@ class Renderer:
     def _apply(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         *,
         prompt: bool,
         tokenize: bool,
