@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from eagle3 import manifest as manifests
 from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
 from eagle3.stages import STAGES
-from eagle3.store import Store, sha256_of_file
+from eagle3.store import ObjectInfo, Store, sha256_of_file
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class Artifact:
     store: Store
     manifest: Manifest
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The content digest of its manifest."""
         return manifests.digest(self.manifest)
@@ -80,8 +81,26 @@ class Artifact:
             data = self.store.read_bytes(path)
         except FileNotFoundError as error:
             raise self._gone(entry) from error
-        self._prove(entry, len(data), hashlib.sha256(data).hexdigest())
+        self.check_bytes(entry, len(data), hashlib.sha256(data).hexdigest())
         return data
+
+    def prove(self, path: str) -> None:
+        """Hash an object in ranges, and hold it against the manifest. Raises ManifestInvalid."""
+        entry = self.entry(path)
+        try:
+            size, sha256 = self.store.size(path), self.store.sha256(path)
+        except FileNotFoundError as error:
+            raise self._gone(entry) from error
+        self.check_bytes(entry, size, sha256)
+
+    def check_bytes(self, entry: FileEntry, size: int, sha256: str) -> None:
+        """An object of this size and hash is the one of the entry. Raises ManifestInvalid."""
+        if size != entry.bytes:
+            wanted = f"{entry.bytes} bytes, as the manifest says"
+            raise self._differs(entry.path, wanted, f"{size} bytes")
+        if sha256 != entry.sha256:
+            wanted = f"sha256 {entry.sha256[:16]}, as the manifest says"
+            raise self._differs(entry.path, wanted, f"{sha256[:16]}, other bytes")
 
     def read_lines(self, path: str, kind: type[T]) -> list[T]:
         """An object of JSON lines as values of a type, proven by `read`. Raises ManifestInvalid."""
@@ -98,7 +117,7 @@ class Artifact:
             self.store.get_file(path, to)
         except FileNotFoundError as error:
             raise self._gone(entry) from error
-        self._prove(entry, to.stat().st_size, sha256_of_file(to))
+        self.check_bytes(entry, to.stat().st_size, sha256_of_file(to))
 
     def local(self, path: str, folder: Path) -> Path:
         """An object as a local file, proven as by `read`; it is not to be changed.
@@ -114,20 +133,12 @@ class Artifact:
         entry = self.entry(path)
         if not here.is_file():
             raise self._gone(entry)
-        self._prove(entry, here.stat().st_size, sha256_of_file(here))
+        self.check_bytes(entry, here.stat().st_size, sha256_of_file(here))
         return here
 
     @cached_property
     def _entries(self) -> dict[str, FileEntry]:
         return {entry.path: entry for entry in self.manifest.files}
-
-    def _prove(self, entry: FileEntry, size: int, sha256: str) -> None:
-        if size != entry.bytes:
-            wanted = f"{entry.bytes} bytes, as the manifest says"
-            raise self._differs(entry.path, wanted, f"{size} bytes")
-        if sha256 != entry.sha256:
-            wanted = f"sha256 {entry.sha256[:16]}, as the manifest says"
-            raise self._differs(entry.path, wanted, f"{sha256[:16]}, other bytes")
 
     def _gone(self, entry: FileEntry) -> ManifestInvalid:
         return self._differs(entry.path, f"{entry.bytes} bytes, as the manifest says", "no object")
@@ -225,11 +236,19 @@ def check_objects(artifact: Artifact, remedy: str = "") -> None:
 
     Raises ManifestInvalid.
     """
-    sizes = {info.path: info.bytes for info in artifact.store.list()}
+    for fault in object_faults(artifact, artifact.store.list(), remedy):
+        raise fault
+
+
+def object_faults(
+    artifact: Artifact, listing: Iterable[ObjectInfo], remedy: str = ""
+) -> Iterator[ManifestInvalid]:
+    """What a listing of an artefact's prefix has otherwise than its manifest: lost, other sizes."""
+    sizes = {info.path: info.bytes for info in listing}
     for entry in artifact.manifest.files:
         found = sizes.get(entry.path)
         if found != entry.bytes:
-            raise ManifestInvalid(
+            yield ManifestInvalid(
                 f"{artifact.store.url}/{entry.path}",
                 wanted=f"{entry.bytes} bytes, as its manifest says",
                 found="no object" if found is None else f"{found} bytes",

@@ -133,9 +133,9 @@ class ShardReader:
 def read_sample(store: Store, ref: SampleRef, *, finite: bool = False) -> Sample:
     """One sample by one ranged request, checked. Raises ShardInvalid."""
     data = store.read_range(ref.path, ref.offset, ref.offset + ref.nbytes)
-    ids, mask, states = _decode(data, ref)
-    if states is None:
+    if not ref.num_layers:
         raise _invalid(ref.path, ref.row, "hidden states", "a token row")
+    ids, mask, states = _decode(data, ref)
     if finite and not bool(torch.isfinite(states).all()):
         raise _invalid(ref.path, ref.row, "finite hidden states", "NaN or infinity")
     return Sample(row=ref.row, input_ids=ids, loss_mask=mask, hidden_states=states)
@@ -164,8 +164,8 @@ def rows_of(artifact: Artifact, path: str) -> list[TokenRow]:
     return decode_rows(artifact.read(path), path)
 
 
-def decode_rows(data: bytes, path: str) -> list[TokenRow]:
-    """The same of a shard's bytes; `path` names it in an error."""
+def decode_rows(data: bytes, path: str, *, unanswered: bool = False) -> list[TokenRow]:
+    """The same of a shard's bytes; `path` names it in an error, `unanswered` as `encode_rows`."""
     length = _header_length(data, path)
     refs = _refs(data[_LENGTH_BYTES : _LENGTH_BYTES + length], path)
     end = refs[-1].offset + refs[-1].nbytes
@@ -173,7 +173,8 @@ def decode_rows(data: bytes, path: str) -> list[TokenRow]:
         raise _invalid(path, "object", f"{end} bytes, as its header says", f"{len(data)} bytes")
     rows = []
     for ref in refs:
-        ids, mask, _ = _decode(data[ref.offset : ref.offset + ref.nbytes], ref)
+        part = data[ref.offset : ref.offset + ref.nbytes]
+        ids, mask = _decode(part, ref, unanswered=unanswered)[:2]
         rows.append(TokenRow(row=ref.row, input_ids=ids, loss_mask=mask))
     return rows
 
@@ -318,8 +319,8 @@ def _ref_of(
     )
 
 
-def _decode(data: bytes, ref: SampleRef) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors of one row from its bytes. Raises ShardInvalid."""
+def _decode(data: bytes, ref: SampleRef, *, unanswered: bool = False) -> tuple[Tensor, ...]:
+    """The two or three tensors of one row from its bytes. Raises ShardInvalid."""
     if len(data) != ref.nbytes:
         raise _invalid(ref.path, ref.row, f"{ref.nbytes} bytes", f"{len(data)} bytes")
     if zlib.crc32(data) != ref.crc32:
@@ -331,12 +332,12 @@ def _decode(data: bytes, ref: SampleRef) -> tuple[Tensor, Tensor, Tensor | None]
     tokens = ref.num_tokens
     ids = torch.frombuffer(buffer, dtype=torch.int64, count=tokens)
     mask = torch.frombuffer(buffer, dtype=torch.int64, count=tokens, offset=8 * tokens)
-    states: Tensor | None = None
+    tensors: tuple[Tensor, ...] = (ids, mask)
     if ref.num_layers:
         flat = torch.frombuffer(buffer, dtype=torch.bfloat16, offset=16 * tokens)
-        states = flat.reshape(tokens, ref.num_layers, ref.hidden_size)
-    _check_row(ref.path, ref.row, (ids, mask) if states is None else (ids, mask, states))
-    return ids, mask, states
+        tensors = (ids, mask, flat.reshape(tokens, ref.num_layers, ref.hidden_size))
+    _check_row(ref.path, ref.row, tensors, unanswered=unanswered)
+    return tensors
 
 
 def _invalid(path: str, part: str, wanted: object, found: object) -> ShardInvalid:

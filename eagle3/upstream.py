@@ -51,13 +51,18 @@ def gate(url: str, kinds: tuple[str, ...]) -> Artifact:
             found=found.manifest.artifact,
             remedy="correct the URL under inputs",
         )
-    _require_facts(found)
+    check_alone(found)
     if "regenerate" in kinds:
         _refuse_unanswered(found)
-    if found.manifest.artifact == "extract":
-        manifests.check_states(found.manifest, f"{store.url}/{MANIFEST_NAME}")
     check_objects(found)
     return found
+
+
+def check_alone(artifact: Artifact) -> None:
+    """What a manifest of its kind must say, whoever reads it. Raises ManifestInvalid."""
+    _require_facts(artifact)
+    if artifact.manifest.artifact == "extract":
+        manifests.check_states(artifact.manifest, f"{artifact.store.url}/{MANIFEST_NAME}")
 
 
 def _kind_below(store: Store, kinds: tuple[str, ...]) -> str | None:
@@ -94,9 +99,14 @@ def cross_check(inputs: Mapping[str, Artifact]) -> None:
 
     Raises ManifestInvalid naming the field, the two inputs and both values.
     """
-    _agree(inputs, "verifier", lambda m: m.verifier and m.verifier.elsewhere())
-    _agree(inputs, "tokenizer", lambda m: m.tokenizer)
+    agree(inputs)
     _same_upstreams(inputs)
+
+
+def agree(artifacts: Mapping[str, Artifact]) -> None:
+    """The artefacts are of one verifier and tokenizer, by fingerprint. Raises ManifestInvalid."""
+    _agree(artifacts, "verifier", lambda m: m.verifier and m.verifier.elsewhere())
+    _agree(artifacts, "tokenizer", lambda m: m.tokenizer)
 
 
 def _agree(inputs: Mapping[str, Artifact], field: str, value_of: Any) -> None:

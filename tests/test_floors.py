@@ -65,6 +65,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.answers",
         "eagle3.evaluation",
         "eagle3.report",
+        "eagle3.verification",
         "eagle3.cluster",
     ),
     # 4, the stories.
@@ -85,6 +86,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.runner",
         "jobs.operate",
         "jobs.lineage",
+        "jobs.verify",
         "jobs.delete",
         "jobs.cli",
     ),

@@ -80,9 +80,14 @@ def check_export(folder: Path, wanted: Wanted) -> None:
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     _check_config(config, wanted, where)
     check_rope(config["transformer_layer_config"], wanted.layer)
-    _check_tensors(folder / MODEL_NAME, wanted, where)
-    _check_values(folder / MODEL_NAME, wanted, where)
+    check_weights(folder / MODEL_NAME, wanted, where)
     _draft_once(folder, wanted, where)
+
+
+def check_weights(path: Path, wanted: Wanted, where: str) -> None:
+    """Every tensor by key, shape, type and, where it is not trained, value. Raises DraftInvalid."""
+    _check_tensors(path, wanted, where)
+    _check_values(path, wanted, where)
 
 
 def served_tensors(wanted: Wanted) -> dict[str, tuple[str, list[int]]]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jobs import delete as deletions
 from jobs import lineage as lineages
+from jobs import verify as verifications
 
 ArtifactUrl = Annotated[str, typer.Argument(help="the prefix of an artefact, or of a run")]
 
@@ -32,5 +33,22 @@ def delete(
     return deletions.delete(url, Console(), also=also or (), yes=yes, dry_run=dry_run)
 
 
-COMMANDS: Mapping[str, Callable[..., int]] = {"lineage": lineage, "delete": delete}
+def verify(
+    url: ArtifactUrl,
+    depth: Annotated[
+        str, typer.Option("--depth", help="gate: manifests and one listing; full: every byte")
+    ] = "full",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the verifier's own tokenizer code")
+    ] = False,
+) -> int:
+    """Check that what is committed is whole."""
+    return verifications.run(url, depth, Console(), trust_remote_code=trust_remote_code)
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {
+    "lineage": lineage,
+    "delete": delete,
+    "verify": verify,
+}
 """Name of a command -> its function."""
