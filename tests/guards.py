@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{fault:5}{verdict.verdict:8}{verdict.seconds:6.1f} s  {guard.at}")
                     sys.stdout.flush()
                     write_report(found.values(), whole=not argv)
+        refuse_others(copy, found)
+        write_report(found.values(), whole=not argv)
     missed = [one for one in found.values() if one.verdict != "red"]
     print(f"guards: {len(found)} taken away, {len(found) - len(missed)} missed by a test")
     return 1 if missed or len(found) < len(chosen) else 0
@@ -103,23 +105,31 @@ def nodes_of(fault: str, tests: Sequence[FaultTest], *, heavy: bool) -> list[str
 
 
 def tried(copy: Path, fault: str, guard: Guard, nodes: Sequence[str]) -> Verdict:
-    """Take a guard away in the copy and run these tests; where one fails, it must pass with it."""
+    """Take a guard away in the copy and run these tests."""
     started = time.monotonic()
     with taken_away(copy, guard):
         code, said = run(copy, nodes)
     failure = _FAILURE.search(said)
-    verdict = "red" if code == _FAILED and failure else "broken" if code else "green"
-    if verdict == "red" and failure and run(copy, [failure[1]])[0]:
-        verdict = "broken"
     return Verdict(
         id=fault,
         guard=guard.at,
         text=guard.text,
-        verdict=verdict,
+        verdict="red" if code == _FAILED and failure else "broken" if code else "green",
         seconds=round(time.monotonic() - started, 1),
         test=failure[1] if failure else "",
         said=(failure[2] or "")[:300] if failure else said[-300:] if code else "",
     )
+
+
+def refuse_others(copy: Path, found: dict[tuple[str, Guard], Verdict]) -> None:
+    """Where a test fails with its guard in place too, it has shown nothing."""
+    nodes = sorted({one.test for one in found.values() if one.verdict == "red"})
+    _, said = run(copy, nodes, "--maxfail=1000") if nodes else (0, "")
+    failing = {match[1] for match in _FAILURE.finditer(said)}
+    for key, one in found.items():
+        if one.test in failing:
+            found[key] = msgspec.structs.replace(one, verdict="broken")
+            print(f"{one.id}: {one.test} fails although nothing was taken away", file=sys.stderr)
 
 
 @contextmanager
@@ -137,8 +147,8 @@ def taken_away(copy: Path, guard: Guard) -> Iterator[None]:
         os.utime(path, (times.st_atime, times.st_mtime))
 
 
-def run(copy: Path, nodes: Sequence[str]) -> tuple[int, str]:
-    """pytest on these tests to the first failure: its exit code and what it printed.
+def run(copy: Path, nodes: Sequence[str], *options: str) -> tuple[int, str]:
+    """pytest on these tests, to the first failure by default: its exit code and what it printed.
 
     In a fork of this process, which has loaded what takes long to load and none of the project.
     """
@@ -146,7 +156,7 @@ def run(copy: Path, nodes: Sequence[str]) -> tuple[int, str]:
     child = os.fork()
     if child == 0:
         os.setsid()
-        _become_pytest(copy, nodes, said)
+        _become_pytest(copy, [*options, *nodes], said)
     deadline = time.monotonic() + _SECONDS
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -159,7 +169,7 @@ def run(copy: Path, nodes: Sequence[str]) -> tuple[int, str]:
         time.sleep(0.05)
 
 
-def _become_pytest(copy: Path, nodes: Sequence[str], said: Path) -> NoReturn:
+def _become_pytest(copy: Path, arguments: Sequence[str], said: Path) -> NoReturn:
     """Run the copy's tests in this process and end it, whatever happens."""
     code = 2
     try:
@@ -170,7 +180,7 @@ def _become_pytest(copy: Path, nodes: Sequence[str], said: Path) -> NoReturn:
         os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] in _PROJECT]:
             del sys.modules[name]
-        code = int(pytest.main([*_OPTIONS, *nodes]))
+        code = int(pytest.main([*_OPTIONS, *arguments]))
         sys.stdout.flush()
     finally:
         os._exit(code)

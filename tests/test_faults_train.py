@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import metadata
 from pathlib import Path
 
@@ -12,13 +13,21 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.metrics import compute_metrics
 
-from eagle3.errors import DraftInvalid, ShardInvalid
-from eagle3.shards import TokenRow, encode_rows
+from eagle3.draft.rows import index_rows
+from eagle3.errors import DraftInvalid, ManifestInvalid, ShardInvalid
+from eagle3.shards import TokenRow, encode_rows, read_sample
 from eagle3.store import Store
 from jobs import train
 from tests.fault_table import ROOT
 from tests.tiny_verifiers import make_llama
-from tests.trainable import config_of, copy_of, make_run, stage_run
+from tests.trainable import (
+    artifact_at,
+    config_of,
+    copy_of,
+    make_run,
+    rewrite_shard,
+    stage_run,
+)
 
 IDS = [4, 9, 2, 7, 7, 1, 3, 8]
 
@@ -56,6 +65,17 @@ def test_b62_a_row_of_which_nothing_is_supervised_is_never_written_to_train_on()
     ids = torch.tensor(IDS)
     with pytest.raises(ShardInvalid, match="at least one 1"):
         encode_rows([TokenRow(row="a", input_ids=ids, loss_mask=torch.zeros_like(ids))])
+
+
+def test_b116_a_row_that_stands_in_two_shards_is_refused(ready: Store, tmp_path: Path) -> None:
+    store = copy_of(ready, tmp_path)
+    index = index_rows(artifact_at(store, "extract"))
+    first, last = index.refs[0], index.refs[-1]
+    others = [read_sample(index.open(), ref) for ref in index.refs if ref.path == last.path]
+    doubled = [*others[:-1], dataclasses.replace(others[-1], row=first.row)]
+    rewrite_shard(store, last.path, doubled)
+    with pytest.raises(ManifestInvalid, match="each row once"):
+        index_rows(artifact_at(store, "extract"))
 
 
 @pytest.mark.engine
