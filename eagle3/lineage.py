@@ -122,12 +122,20 @@ def refuse_trained_on(conversations: set[str], lineage: Iterable[Artifact]) -> i
         lineage: the draft's, as `walk` gives it.
 
     Returns how many training rows were looked at. Raises AcceptanceInvalid naming a
-    conversation that is on both sides.
+    conversation that is on both sides, and where a row does not say of which one it is.
     """
     looked_at = 0
     for prepared in of_kind(lineage, "prepare"):
         for trained_on in _training_conversations(prepared):
             looked_at += 1
+            if not trained_on:
+                raise AcceptanceInvalid(
+                    "evaluate: lineage",
+                    wanted="training rows whose conversations are known",
+                    found=f"rows in {prepared.store.url} that carry none, as imported ones do",
+                    remedy="serve the draft and measure it there, or train on prepared "
+                    "conversations: nobody can show that it never saw these prompts",
+                )
             if trained_on in conversations:
                 raise AcceptanceInvalid(
                     "evaluate: prompts",

@@ -61,15 +61,17 @@ class StageProcesses:
         for name, handler in self._before.items():
             signal.signal(name, handler)
 
-    def run(self, stage: str) -> int:
+    def run(self, stage: str, *more: str) -> int:
         """Run one stage to its end and return its exit code; 128 + n when signal n killed it.
+
+        Args: more: arguments beside --config and --store.
 
         Raises Stopped when a signal came before it was started.
         """
         if self._asked:
             raise Stopped(stage)
         command = [sys.executable, "-m", f"jobs.{stage}"]
-        command += ["--config", str(self._config), "--store", self._store.url]
+        command += ["--config", str(self._config), "--store", self._store.url, *more]
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._child = subprocess.Popen(
             command,

@@ -265,6 +265,8 @@ def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--store", help="the run's prefix, any fsspec URL; overrides the file's")
     if name == "gate":
         parser.add_argument("--stage", required=True, help="the stage whose inputs are gated")
+    if name == "importing":
+        parser.add_argument("--source", required=True, help="a folder of version 1")
     return parser.parse_args(argv)
 
 

@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3.progress",
         "eagle3.lineage",
         "eagle3.removal",
+        "eagle3.planning",
         "eagle3.ordering",
         "eagle3.upstream",
     ),
@@ -60,6 +61,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "eagle3.capture",
         "eagle3.onpolicy",
+        "eagle3.legacy",
         "eagle3.vllm_capture",
         "eagle3.draft",
         "eagle3.answers",
@@ -88,6 +90,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.lineage",
         "jobs.verify",
         "jobs.delete",
+        "jobs.importing",
+        "jobs.plan",
         "jobs.cli",
     ),
 )

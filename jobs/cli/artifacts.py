@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from eagle3.config import load_config
+from eagle3.store import open_store
 from jobs import delete as deletions
 from jobs import lineage as lineages
+from jobs import plan as plans
 from jobs import verify as verifications
+from jobs.cli.options import ConfigFile, Data, StoreUrl, Verifier, overridden, store_url
+from jobs.local import StageProcesses
 
 ArtifactUrl = Annotated[str, typer.Argument(help="the prefix of an artefact, or of a run")]
 
@@ -46,9 +53,47 @@ def verify(
     return verifications.run(url, depth, Console(), trust_remote_code=trust_remote_code)
 
 
+def import_(
+    source: Annotated[str, typer.Argument(help="a folder of version 1, at a path or any URL")],
+    config: ConfigFile,
+    store: StoreUrl = None,
+) -> int:
+    """Take over hidden states of version 1, as a run's first artefacts."""
+    # In a process of its own, like a stage: what it needs is slow to import.
+    with StageProcesses(config, open_store(store_url(config, store))) as processes:
+        return processes.run("importing", "--source", source)
+
+
+def plan(
+    config: ConfigFile,
+    store: StoreUrl = None,
+    verifier: Verifier = None,
+    data: Data = None,
+    nodes: Annotated[int, typer.Option(min=1, help="that share regenerate and extract")] = 1,
+    rates: Annotated[
+        list[Path] | None,
+        typer.Option("--rates", help="JSON with tokens a second by stage, repeatable"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for a program")] = False,
+) -> int:
+    """Say what a run will take, before any GPU is asked for."""
+    resolved = overridden(load_config(config), verifier, data)
+    url = store or os.environ.get("EAGLE3_STORE") or resolved.store
+    made = plans.make_plan(
+        resolved, open_store(url) if url else None, nodes=nodes, rates=rates or ()
+    )
+    if as_json:
+        typer.echo(plans.as_json(made))
+    else:
+        plans.show(made, Console())
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "lineage": lineage,
     "delete": delete,
     "verify": verify,
+    "import": import_,
+    "plan": plan,
 }
 """Name of a command -> its function."""

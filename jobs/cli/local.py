@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from eagle3.config import RunConfig, load_config
+from eagle3.config import load_config
 from eagle3.config_text import render, template
 from eagle3.errors import ConfigError
 from eagle3.stages import stage_named
@@ -23,11 +20,12 @@ from jobs.cli.options import (
     MaybeConfigFile,
     StoreUrl,
     Verifier,
+    overridden,
     refuse_no_stage,
+    store_url,
     tell,
 )
 from jobs.local import chosen_stages, run_stages
-from jobs.process import load_run
 
 
 def run(
@@ -42,8 +40,8 @@ def run(
     for option, name in (("--from", first), ("--until", last)):
         if name is not None:
             refuse_no_stage(option, name)
-    resolved = _overridden(load_config(config), verifier, data)
-    url = _store_url(config, store)
+    resolved = overridden(load_config(config), verifier, data)
+    url = store_url(config, store)
     return run_stages(resolved, url, chosen_stages(resolved, first, last), tell)
 
 
@@ -61,9 +59,7 @@ def config(
             found="both" if defaults else "neither",
             remedy="give one",
         )
-    text = (
-        template() if config is None else render(_overridden(load_config(config), verifier, data))
-    )
+    text = template() if config is None else render(overridden(load_config(config), verifier, data))
     typer.echo(text, nl=False)
     return 0
 
@@ -84,22 +80,7 @@ def one_stage(name: str) -> Callable[..., int]:
     def command(
         config: ConfigFile, store: StoreUrl = None, verifier: Verifier = None, data: Data = None
     ) -> int:
-        resolved = _overridden(load_config(config), verifier, data)
-        return run_stages(resolved, _store_url(config, store), [stage_named(name)], tell)
+        resolved = overridden(load_config(config), verifier, data)
+        return run_stages(resolved, store_url(config, store), [stage_named(name)], tell)
 
     return command
-
-
-def _overridden(config: RunConfig, verifier: str | None, data: list[str] | None) -> RunConfig:
-    """The configuration with what the command line says over what the file says."""
-    if verifier:
-        section = msgspec.structs.replace(config.verifier, source=verifier)
-        config = msgspec.structs.replace(config, verifier=section)
-    if data:
-        rows = msgspec.structs.replace(config.prepare, data=tuple(data))
-        config = msgspec.structs.replace(config, prepare=rows)
-    return config
-
-
-def _store_url(config: Path, store: str | None) -> str:
-    return load_run(argparse.Namespace(config=config, store=store))[1].url

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGE_NAMES
+from jobs.process import load_run
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="the run's YAML file")]
 MaybeConfigFile = Annotated[Path | None, typer.Option("--config", help="the run's YAML file")]
@@ -42,6 +46,22 @@ def refuse_no_stage(option: str, name: str) -> None:
         raise ConfigError(
             option, wanted=f"one of {', '.join(STAGE_NAMES)}", found=name, remedy="name a stage"
         )
+
+
+def overridden(config: RunConfig, verifier: str | None, data: list[str] | None) -> RunConfig:
+    """The configuration with what the command line says over what the file says."""
+    if verifier:
+        section = msgspec.structs.replace(config.verifier, source=verifier)
+        config = msgspec.structs.replace(config, verifier=section)
+    if data:
+        rows = msgspec.structs.replace(config.prepare, data=tuple(data))
+        config = msgspec.structs.replace(config, prepare=rows)
+    return config
+
+
+def store_url(config: Path, store: str | None) -> str:
+    """The run's prefix, from --store, the environment or the file. Raises ConfigError."""
+    return load_run(argparse.Namespace(config=config, store=store))[1].url
 
 
 def tell(line: str) -> None:

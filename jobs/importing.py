@@ -1,0 +1,207 @@
+"""`eagle3 import`: a folder of version 1 becomes the verifier, rows and states of a run.
+
+Commits `verifier/`, `prepare/` (the rows with their masks, without messages) and `extract/`, so
+that vocab, train and export go on from them. Called again after a kill it goes over the folder
+again and finds its own objects, byte for byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle3 import artifact as artifacts
+from eagle3.artifact import Artifact
+from eagle3.config import RunConfig
+from eagle3.errors import ConfigError
+from eagle3.legacy import CONVENTION, OldFolder, Taken, inputs_of, take_over
+from eagle3.manifest import (
+    FINAL_HIDDEN_STATE,
+    LAYER_ID_CONVENTION,
+    STATES_DTYPE,
+    Manifest,
+    identity_of,
+    totals,
+)
+from eagle3.stages import stage_named
+from eagle3.store import Store
+from eagle3.verifier import Verifier, open_verifier
+from jobs.process import StageRun, arguments, guarded, load_run
+
+
+def take_in(source: str, config: RunConfig, store: Store) -> str:
+    """Check the folder and the verifier, claim, write, commit three artefacts.
+
+    Returns a sentence for the person. Raises as `OldFolder`, `take_over` and `open_verifier`, and
+    IdentityConflict where the prefix holds other work.
+    """
+    refuse_regenerate(config)
+    old = OldFolder(source)
+    verifier = open_verifier(config.verifier)
+    old.check_verifier(verifier.facts())
+    layer_ids = inputs_of(old.manifest.layer_ids, verifier.num_hidden_layers, old.where())
+    store.probe()
+    imported = {
+        "data_format_version": old.manifest.data_format_version,
+        "layer_ids": list(old.manifest.layer_ids),
+        "layer_id_convention": CONVENTION,
+        "mapping_sha256": old.mapping_sha256(),
+    }
+    run = StageRun(stage=stage_named("prepare"), config=config, store=store, inputs={})
+    identity = run.claim(inputs=digests(old, verifier), settings={"imported": imported})
+    standing = run.committed(identity)
+    states = artifacts.find(store.child("extract"))
+    if standing and states and states.manifest.inputs["rows"].digest == standing.digest:
+        return f"already taken over, {states.manifest.total_samples} samples"
+    upstream = {"verifier": commit_verifier(run, verifier)}
+    with run.progress("import", total=old.manifest.total_samples, unit="rows") as progress:
+        taken = take_over(
+            old,
+            rows=run.output(),
+            states=store.child("extract"),
+            shard_rows=config.prepare.shard_rows,
+            unit_rows=config.extract.unit_rows,
+            unit_bytes=config.extract.unit_bytes,
+            max_rejected_share=config.extract.max_rejected_share,
+            told=progress.advance,
+        )
+    upstream["rows"] = run.commit(rows_manifest(old, taken, verifier, imported, identity))
+    states = commit_states(run, upstream, old, taken, layer_ids)
+    return (
+        f"took over {states.manifest.total_samples} samples, {states.manifest.total_tokens} tokens "
+        f"at layers {', '.join(map(str, layer_ids))}, which were called "
+        f"{', '.join(map(str, old.manifest.layer_ids))}; {sum(taken.rejected.values())} left out"
+    )
+
+
+def refuse_regenerate(config: RunConfig) -> None:
+    """Later stages would look for the answers of a stage that this run cannot have."""
+    if config.regenerate.enabled:
+        raise ConfigError(
+            "regenerate.enabled",
+            wanted="false, since imported rows are answered and cannot be asked again",
+            found="true",
+            remedy="write regenerate: {enabled: false}",
+        )
+
+
+def digests(old: OldFolder, verifier: Verifier) -> dict[str, str]:
+    """What tells this import from another: the folder's small files, its listing, the verifier."""
+    small = {source.url.rpartition("/")[2]: source.sha256 for source in old.sources}
+    return {
+        **small,
+        "listing": old.listing_sha256,
+        "verifier": verifier.facts().fingerprint,
+        "tokenizer": verifier.tokenizer_facts().fingerprint,
+    }
+
+
+def commit_verifier(run: StageRun, verifier: Verifier) -> Artifact:
+    """Commit what later stages need of the verifier, unless it stands already."""
+    fingerprints = {
+        "verifier": verifier.facts().fingerprint,
+        "tokenizer": verifier.tokenizer_facts().fingerprint,
+    }
+    identity = identity_of(fingerprints, {"stop_ids": list(verifier.stop_ids)})
+    if standing := run.committed(identity, "verifier"):
+        return standing
+    store = run.output("verifier")
+    with run.scratch() as folder:
+        names = verifier.save_artifact_files(folder)
+        files = tuple(artifacts.put(store, name, folder / name) for name in names)
+    manifest = Manifest(
+        artifact="verifier",
+        identity=identity,
+        files=files,
+        verifier=verifier.facts(),
+        tokenizer=verifier.tokenizer_facts(),
+    )
+    return run.commit(manifest, "verifier")
+
+
+def rows_manifest(
+    old: OldFolder, taken: Taken, verifier: Verifier, imported: dict[str, Any], identity: str
+) -> Manifest:
+    """The rows, with every file of the old folder as their source."""
+    samples, tokens = totals(taken.rows)
+    return Manifest(
+        artifact="prepare",
+        identity=identity,
+        files=taken.rows,
+        sources=old.sources,
+        verifier=verifier.facts(),
+        tokenizer=verifier.tokenizer_facts(),
+        rows_in=taken.rows_in,
+        rows_kept=samples,
+        rejected=taken.rejected,
+        total_samples=samples,
+        total_tokens=tokens,
+        max_seq_len=old.manifest.max_seq_len,
+        facts={
+            "imported": imported,
+            "longest_row": taken.longest_row,
+            "supervised_tokens": taken.supervised_tokens,
+            "heldout_prompts": 0,
+        },
+    )
+
+
+def commit_states(
+    rows_run: StageRun,
+    upstream: Mapping[str, Artifact],
+    old: OldFolder,
+    taken: Taken,
+    layer_ids: tuple[int, ...],
+) -> Artifact:
+    """Claim extract's prefix and commit the states, with the ids of today and those of then."""
+    run = StageRun(
+        stage=stage_named("extract"),
+        config=rows_run.config,
+        store=rows_run.store,
+        inputs=upstream,
+        started=rows_run.started,
+    )
+    imported = upstream["rows"].manifest.facts["imported"]
+    settings = {"layer_ids": list(layer_ids), "imported": imported}
+    samples, tokens = totals(taken.states)
+    source = upstream["verifier"].manifest
+    manifest = Manifest(
+        artifact="extract",
+        identity=run.claim(settings=settings),
+        files=taken.states,
+        verifier=source.verifier,
+        tokenizer=source.tokenizer,
+        rows_in=samples,
+        rows_kept=samples,
+        total_samples=samples,
+        total_tokens=tokens,
+        facts={"imported": imported},
+        model_path=old.manifest.model_path,
+        layer_ids=layer_ids,
+        max_seq_len=old.manifest.max_seq_len,
+        tp_size=old.manifest.tp_size,
+        total_time_seconds=old.manifest.total_time_seconds,
+        hidden_size=old.manifest.hidden_size,
+        num_layers_captured=len(layer_ids),
+        layer_id_convention=LAYER_ID_CONVENTION,
+        final_hidden_state=FINAL_HIDDEN_STATE,
+        dtype=STATES_DTYPE,
+        codec="none",
+    )
+    return run.commit(manifest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Import as this process, which needs torch; returns its exit code."""
+    return guarded("import", lambda: _import(argv))
+
+
+def _import(argv: Sequence[str] | None) -> None:
+    found = arguments("importing", argv)
+    config, store = load_run(found)
+    print(f"import: {take_in(found.source, config, store)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
