@@ -317,6 +317,7 @@ class TestFile(SharedStoreContract):
         store.tidy()
         assert [path.name for path in folder.iterdir()] == ["a"]
 
+    @pytest.mark.fault("B28")
     def test_a_writer_that_fails_leaves_nothing_behind(self, store, monkeypatch):
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -332,6 +333,7 @@ class TestFile(SharedStoreContract):
             open_store(f"file://{tmp_path}/file/run").probe()
         assert caught.value.exit_code == 64
 
+    @pytest.mark.fault("B28")
     def test_a_reader_sees_the_old_object_or_the_new_one(self, store):
         old, new = bytes(2**20), b"\1" * 2**20
         store.write_bytes("a", old)
