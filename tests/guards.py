@@ -10,6 +10,7 @@ was not missed. Tests that need a cluster or images are left out.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -150,13 +151,14 @@ def taken_away(copy: Path, guard: Guard) -> Iterator[None]:
 def run(copy: Path, nodes: Sequence[str], *options: str) -> tuple[int, str]:
     """pytest on these tests, to the first failure by default: its exit code and what it printed.
 
-    In a fork of this process, which has loaded what takes long to load and none of the project.
+    In a fork of this process, which has loaded what other forks needed, and none of the project.
     """
-    said = copy.parent / "said.txt"
+    said, loaded = copy.parent / "said.txt", copy.parent / "loaded.txt"
+    load(loaded)
     child = os.fork()
     if child == 0:
         os.setsid()
-        _become_pytest(copy, [*options, *nodes], said)
+        _become_pytest(copy, [*options, *nodes], said, loaded)
     deadline = time.monotonic() + _SECONDS
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -169,7 +171,16 @@ def run(copy: Path, nodes: Sequence[str], *options: str) -> tuple[int, str]:
         time.sleep(0.05)
 
 
-def _become_pytest(copy: Path, arguments: Sequence[str], said: Path) -> NoReturn:
+def load(names: Path) -> None:
+    """Load what the fork before this one has loaded, so that the next ones need not."""
+    if names.exists():
+        for name in names.read_text().split():
+            if name not in sys.modules:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+
+
+def _become_pytest(copy: Path, arguments: Sequence[str], said: Path, loaded: Path) -> NoReturn:
     """Run the copy's tests in this process and end it, whatever happens."""
     code = 2
     try:
@@ -180,7 +191,11 @@ def _become_pytest(copy: Path, arguments: Sequence[str], said: Path) -> NoReturn
         os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
         for name in [name for name in sys.modules if name.partition(".")[0] in _PROJECT]:
             del sys.modules[name]
+        before = set(sys.modules)
         code = int(pytest.main([*_OPTIONS, *arguments]))
+        names = [name for name in sys.modules if name not in before]
+        own = [name for name in names if name.partition(".")[0] not in {"__main__", *_PROJECT}]
+        loaded.write_text("\n".join(own))
         sys.stdout.flush()
     finally:
         os._exit(code)
