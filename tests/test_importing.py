@@ -321,6 +321,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("name", ["data_4.pt", "token_freq.pt", "t2d.pt"])
+@pytest.mark.fault("B89")
 def test_a_file_that_would_run_something_is_refused_and_runs_nothing(name, old, verifier, tmp_path):
     witness = tmp_path / "it-ran"
     torch.save({"input_ids": Payload(witness)}, old / name)
