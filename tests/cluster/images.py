@@ -99,7 +99,9 @@ def build_images() -> dict[str, BuiltImage]:
         try:
             return {name: builder.image(name) for name in ("stack", *STANDS_ON)}
         finally:
-            builder.close()
+            # Where all is there, others may be running containers of it.
+            if builder.built:
+                builder.close()
 
 
 def check_machine() -> None:
@@ -131,6 +133,7 @@ class Builder:
     """buildah with storage of its own, and the keys of what it builds."""
 
     def __init__(self) -> None:
+        self.built = False
         self.rootfs_key = digest_of(*ROOTFS)
         # As of an official image: another one when a version that it is known by changes.
         locked = (ROOT / "requirements.txt").read_text()
@@ -158,6 +161,7 @@ class Builder:
         return BuiltImage(**{**found, "archive": archive})
 
     def _build(self, name: str, archive: Path, facts: Path) -> None:
+        self.built = True
         started = time.monotonic()
         if name == "stack":
             reference = self.base("stack")

@@ -116,7 +116,8 @@ def values_of(s3: S3Server, config: Mapping[str, Any], **more: Any) -> dict[str,
         "runner": {"pollSeconds": 2},
         "stages": {
             **{stage: {"cpu": "50m", "memory": _MEMORY[stage]} for stage in _MEMORY},
-            **{stage: {"cpu": "1100m", "memory": "6Gi"} for stage in engines},
+            # One thread: the nodes share their processors with each other and with the tests.
+            **{stage: {"cpu": "900m", "memory": "6Gi"} for stage in engines},
         },
     }
     return merged(values, more)

@@ -1,17 +1,23 @@
 """`helm install` runs the whole pipeline with the real engines in real, confined containers."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle3.stages import STAGE_NAMES
+from eagle3.store import open_store
 from tests.cluster import figures
 from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, pods_of, values_of
+from tests.conftest import ROOT
 from tests.s3_server import BUCKET
-from tests.tiny_run import artifact_at
+from tests.tiny_run import artifact_at, content_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -106,6 +112,35 @@ def test_the_same_values_change_nothing_and_others_make_another_run(installed: R
         "upgrade", "--dry-run=server", config={"vocab": {"draft_vocab_size": 100}}
     )
     assert f"name: {run}\n" not in changed
+
+
+def test_helm_test_asks_the_store_from_a_pod(installed: Release) -> None:
+    told = installed.namespace.helm("test", installed.name, "--logs")
+    store = installed.store(installed.run_name())
+    assert f"runner: {store.url} can be read and written" in told
+
+
+def test_the_same_run_on_one_machine_writes_the_same(installed: Release, tmp_path: Path) -> None:
+    run = installed.run_name()
+    here = open_store(f"s3://{BUCKET}/{installed.namespace.name}-here")
+    path = tmp_path / "run.yaml"
+    path.write_text(installed.namespace.get("configmap", run)["data"]["run.yaml"])
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", "run", f"--config={path}", f"--store={here.url}"],
+        cwd=ROOT,
+        # As many as the Jobs have by their requests.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures.record(pipeline_seconds_local=round(time.monotonic() - started, 1))
+    there = installed.store(run)
+    for kind in ("prepare", "regenerate"):
+        assert content_of(here, kind) == content_of(there, kind)
+    assert artifact_at(here, "evaluate").manifest.facts["lossless"]
 
 
 def test_what_it_wrote_outlives_the_release(installed: Release) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,19 @@ from eagle3.cluster import Object, open_cluster
 from jobs import operate
 from jobs.installed import InstalledRun, read_cluster
 from jobs.runner import Runner
+from tests.cluster import waiting
 from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, values_of
 from tests.test_diagnosis import GOLDEN, plain
 
 pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(900)]
 
+SAVES = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(8), sys.exit(143)))\n"
+    "print('at work', flush=True)\n"
+    "time.sleep(600)"
+)
 RECORD = bool(os.environ.get("EAGLE3_RECORD"))
 
 
@@ -85,6 +93,11 @@ def fault_of_ours(body: Object) -> None:
     main_of(body)["command"] = ["python", "-c", "raise ZeroDivisionError('a bug')"]
 
 
+def slow_to_stop(body: Object) -> None:
+    """A stage that saves for a while after SIGTERM, as ours do."""
+    main_of(body)["command"] = ["python", "-c", SAVES]
+
+
 def nothing(body: Object) -> None:
     """The Job as it is: the cluster is what is wrong."""
 
@@ -143,6 +156,48 @@ def test_what_is_wrong_is_said_in_one_sentence(
         assert time.monotonic() < deadline, (found, namespace.kubectl("describe", "pods"))
         time.sleep(0.5)
         found = operate.status(run, kubernetes)[0]
+    hold_against_golden(case, found, run, kubernetes)
+
+
+def test_a_drained_pod_is_told_of_while_it_saves(
+    run: InstalledRun, kubernetes: Kubernetes, namespace: Namespace
+) -> None:
+    """SIGTERM by a real drain: said while it lasts, and nobody's failure afterwards."""
+    slow_to_stop(run.bodies["prepare"])
+    Runner(run, kubernetes, str).step()
+    log = ("logs", "--selector=eagle3/stage=prepare", "--container=stage")
+    namespace.kubectl("wait", "--for=condition=Ready", "pods", "--all", "--timeout=120s")
+    waiting.until(lambda: "at work" in namespace.kubectl(*log), "it is at work", seconds=60)
+    (pod,) = kubernetes.pods(run.job_name("prepare"))
+    node = pod["spec"]["nodeName"]
+    seen = lambda: operate.status(run, kubernetes)[0]  # noqa: E731
+    drain = ("drain", node, "--ignore-daemonsets", "--force", "--delete-emptydir-data")
+    try:
+        with ThreadPoolExecutor() as beside:
+            drained = beside.submit(namespace.cluster.kubectl, *drain, "--timeout=120s")
+            waiting.until(lambda: bool(seen().what), "status tells of the drain", seconds=60)
+            found = seen()
+            hold_against_golden("drained", found, run, kubernetes)
+            drained.result()
+        waiting.until(
+            lambda: node not in seen().pods and seen().state == "running",
+            "another pod runs",
+            seconds=120,
+        )
+        found = seen()
+    finally:
+        namespace.cluster.kubectl("uncordon", node)
+    assert node not in found.pods
+    assert not found.what
+    job = kubernetes.job(run.job_name("prepare"))
+    assert job is not None
+    assert not job["status"].get("failed"), "a drained pod is nobody's failure"
+
+
+def hold_against_golden(
+    case: str, found: operate.StageStatus, run: InstalledRun, kubernetes: Kubernetes
+) -> None:
+    """What was found is what was once recorded, where this is not the recording itself."""
     job = kubernetes.job(run.job_name("prepare"))
     assert job is not None
     objects = {
