@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -492,6 +492,8 @@ class TestFuzzed:
         field_name=st.sampled_from(["dtype", "shape", "data_offsets", None]),
         value=_values | st.lists(st.integers(-8, 300), min_size=2, max_size=2),
     )
+    @example(field_name="data_offsets", value=[300, 5])
+    @example(field_name="data_offsets", value=[-8, 131064])
     def test_any_header_is_taken_or_refused_in_one_sentence(
         self, models: dict[str, Path], field_name: str | None, value: object
     ) -> None:
@@ -499,10 +501,11 @@ class TestFuzzed:
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
+        # Neither the first nor the last of the file, whose ends are checked by its size.
         if field_name is None:
-            header["model.norm.weight"] = value
+            header["model.embed_tokens.weight"] = value
         else:
-            header["model.norm.weight"][field_name] = value
+            header["model.embed_tokens.weight"][field_name] = value
         text = json.dumps(header).encode()
         folder = path.parent.parent / "fuzzed"
         folder.mkdir(exist_ok=True)
@@ -512,7 +515,7 @@ class TestFuzzed:
         )
         found = outcome(lambda: opened(folder).three_tensors())
         if isinstance(found, VerifierInvalid):
-            assert "model.safetensors" in str(found) or "model.norm.weight" in str(found)
+            assert "model.safetensors" in str(found) or "model.embed_tokens.weight" in str(found)
 
     @pytest.mark.parametrize("value", [3, None, ["a"], {"a": 1}])
     def test_an_index_that_names_no_file(self, kimi: Path, value: object) -> None:

@@ -115,10 +115,8 @@ class Weights:
     def _read_index(self, names: set[str]) -> tuple[bytes, dict[str, str]]:
         where = f"{self._files.where}/{INDEX_NAME}"
         weight_map = self._files.read_json(INDEX_NAME).get("weight_map")
-        named = isinstance(weight_map, dict) and all(
-            isinstance(v, str) for v in weight_map.values()
-        )
-        if not isinstance(weight_map, dict) or not weight_map or not named:
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not files or not all(isinstance(name, str) for name in files):
             other = "a map of other values" if weight_map else "an empty map"
             raise VerifierInvalid(
                 f"{where}: weight_map",
