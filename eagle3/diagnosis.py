@@ -139,7 +139,10 @@ def _why_failed(job: Object, pods: Sequence[Object]) -> Diagnosis:
     reason = str(condition.get("reason", ""))
     remedy = _BY_JOB_REASON.get(reason, "see `kubectl describe`")
     if reason != "DeadlineExceeded":
-        for pod in _most_telling_first(pods):
+        for pod in _most_telling_first(job, pods):
+            why, what_to_do = _evicted(pod)
+            if why:
+                return Diagnosis(state="failed", why=why, remedy=what_to_do)
             for container, ended in _ended_badly(pod):
                 if record := _last_words(ended):
                     return Diagnosis(state="failed", why=reason, remedy=remedy, record=record)
@@ -160,7 +163,10 @@ def _why_no_pod(job: Object, pods: Sequence[Object], events: Sequence[Object]) -
         return Diagnosis(
             state="pending", why=f"no pod can be created: {refused}", remedy=_of_refusal(refused)
         )
-    for pod in _most_telling_first(pods):
+    for pod in _most_telling_first(job, pods):
+        evicted, remedy = _evicted(pod)
+        if evicted:
+            return Diagnosis(state="pending", why=evicted, remedy=remedy)
         for container, ended in _ended_badly(pod):
             words = _last_words(ended)
             said = words.get("found") if words else None
@@ -173,12 +179,7 @@ def _why_waiting(pod: Object, events: Sequence[Object]) -> Diagnosis | None:
     """What keeps a pod from running that time alone may not mend, or None."""
     name = pod["metadata"]["name"]
     if pod["metadata"].get("deletionTimestamp"):
-        disrupted = (_condition(pod, "DisruptionTarget") or {}).get("message", "it was deleted")
-        return Diagnosis(
-            state="running",
-            why=f"pod {name} is being stopped: {disrupted}",
-            remedy="what is finished is kept, and another pod goes on",
-        )
+        return _why_stopping(pod)
     scheduled = _condition(pod, "PodScheduled", status="False")
     if scheduled and scheduled.get("reason") == "Unschedulable":
         return Diagnosis(
@@ -202,15 +203,54 @@ def _why_waiting(pod: Object, events: Sequence[Object]) -> Diagnosis | None:
     return None
 
 
-def _most_telling_first(pods: Sequence[Object]) -> list[Object]:
-    """Failed pods, those with last words of their own first, then the newest."""
+def _why_stopping(pod: Object) -> Diagnosis:
+    """A pod that is told to stop: by a drain, by preemption, or because its node is lost."""
+    name, condition = pod["metadata"]["name"], _condition(pod, "DisruptionTarget") or {}
+    if condition.get("reason") == "DeletionByTaintManager":
+        node = _node(pod)
+        return Diagnosis(
+            state="running",
+            why=f"node {node} of pod {name} does not answer, or evicts its pods",
+            remedy=f"if it is dead, delete it, or taint it: kubectl taint node {node} "
+            "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute",
+        )
+    return Diagnosis(
+        state="running",
+        why=f"pod {name} is being stopped: {condition.get('message', 'it was deleted')}",
+        remedy="what is finished is kept, and another pod goes on",
+    )
 
-    def rank(pod: Object) -> tuple[bool, str]:
-        spoke = any(_last_words(ended) for _, ended in _ended_badly(pod))
-        return spoke, str(pod["metadata"].get("creationTimestamp", ""))
+
+def _most_telling_first(job: Object, pods: Sequence[Object]) -> list[Object]:
+    """Failed pods: the one that the Job's own condition names, then the newest.
+
+    One that was drained, or told to stop when the Job had failed already, tells nothing of why.
+    """
+    message = str((_condition(job, "Failed") or {}).get("message", ""))
+
+    def rank(pod: Object) -> tuple[bool, bool, str, bool]:
+        name, spoke = pod["metadata"]["name"], any(map(_spoke, _ended_badly(pod)))
+        disrupted = _condition(pod, "DisruptionTarget") is not None
+        moment = str(pod["metadata"].get("creationTimestamp", ""))
+        return f"/{name} " in message, not disrupted, moment, spoke
 
     failed = [pod for pod in pods if _phase(pod) == "Failed"]
     return sorted(failed, key=rank, reverse=True)
+
+
+def _spoke(ended: tuple[str, Object]) -> bool:
+    return bool(_last_words(ended[1]))
+
+
+def _evicted(pod: Object) -> tuple[str, str]:
+    """Why the kubelet put a pod out of its node, and what to do; empty texts where it did not."""
+    status = pod.get("status", {})
+    if status.get("reason") != "Evicted":
+        return "", ""
+    message = str(status.get("message", "")).strip()
+    of_disk = "ephemeral" in message or "emptyDir" in message
+    remedy = "raise the stage's scratch, then retry the stage" if of_disk else "see the node"
+    return f"pod {pod['metadata']['name']} was evicted: {message}", remedy
 
 
 def _ended_badly(pod: Object) -> Iterator[tuple[str, Object]]:

@@ -36,7 +36,7 @@ from jobs.process import input_urls
 
 @dataclass(frozen=True, kw_only=True)
 class StageStatus:
-    """A stage of a run, as `eagle3 status` shows it.
+    """A stage of a run or its runner, as `eagle3 status` shows it.
 
     Attributes:
         state: one word: waiting, suspended, pending, starting, running, complete, failed, gone,
@@ -52,7 +52,7 @@ class StageStatus:
 
 
 def status(run: InstalledRun, cluster: Cluster) -> list[StageStatus]:
-    """How each stage of a run stands, in order. Raises as `Cluster`.
+    """How each stage of a run stands, in order, and its runner. Raises as `Cluster`.
 
     Where the store cannot be reached from here, Jobs and their annotations tell what they can.
     """
@@ -68,6 +68,7 @@ def status(run: InstalledRun, cluster: Cluster) -> list[StageStatus]:
             found.append(StageStatus(stage=stage.name, state="failed", what=str(error)))
         except (ServiceUnavailable, PermissionRefused, EnvironmentMisconfigured, ConfigError):
             found.append(_status_without_store(stage, job, seen))
+    found.extend(_status_of_runner(run, cluster, warnings))
     return found
 
 
@@ -151,6 +152,19 @@ def show(run: InstalledRun, found: Sequence[StageStatus], console: Console) -> N
     for row in found:
         table.add_row(row.stage, row.state, row.pods, row.what)
     console.print(table)
+
+
+def _status_of_runner(
+    run: InstalledRun, cluster: Cluster, warnings: Sequence[Object]
+) -> list[StageStatus]:
+    """The row of the runner, without which no stage begins; none where the run has none here."""
+    name = f"{run.name}-runner"
+    job = cluster.job(name)
+    if job is None:
+        return []
+    seen = diagnose(job, cluster.pods(name), warnings)
+    pods = _pods_in_words(job, seen.nodes) if job_state(job) is JobState.ACTIVE else ""
+    return [StageStatus(stage="runner", state=seen.state, pods=pods, what=seen.sentence)]
 
 
 def _status_of(

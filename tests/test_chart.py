@@ -236,9 +236,9 @@ class TestPods:
             resource: set(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]
         }
         assert allowed == {
-            "jobs": {"get", "list", "create", "patch"},
-            "pods": {"get", "list"},
-            "events": {"list", "create", "patch"},
+            "jobs": {"get", "create", "patch"},
+            "pods": {"list"},
+            "events": {"list", "create"},
             "configmaps": {"get", "patch"},
         }
 
@@ -349,6 +349,9 @@ class TestPods:
         assert holders == {"prepare", "regenerate", "extract", "evaluate"}
         wanted = {"name": "weights", "mountPath": "/models", "readOnly": True}
         assert all(mounted[stage] == [wanted] for stage in holders)
+        claim = {"claimName": "verifier", "readOnly": True}
+        volumes = full.jobs["extract"]["spec"]["template"]["spec"]["volumes"]
+        assert {"name": "weights", "persistentVolumeClaim": claim} in volumes
 
     def test_nothing_kills_an_engine_that_takes_an_hour_to_start(self, full):
         for stage, job in full.jobs.items():
@@ -357,6 +360,9 @@ class TestPods:
             assert job["spec"]["activeDeadlineSeconds"] >= 24 * 3600
             grace = job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert grace >= {"train": 600, "extract": 120, "regenerate": 120}.get(stage, 30)
+            if stage == "train":
+                limit = {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(grace - 30)}
+                assert limit in stage_container["env"], "torch's launcher waits as long"
 
 
 class TestJobs:

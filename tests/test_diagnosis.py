@@ -7,6 +7,7 @@ sentence that they became.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,53 @@ def test_a_job_is_failed_or_complete_only_when_its_condition_says_so() -> None:
     assert job_state(about_to) is JobState.ACTIVE
     assert job_state({}) is JobState.ACTIVE
     assert job_state(None) is JobState.MISSING
+
+
+def pod(name: str, *, code: int = 0, phase: str = "Failed", **status: object) -> dict[str, Any]:
+    """A pod whose stage ended with a code, as far as it is looked at."""
+    ended = [{"name": "stage", "state": {"terminated": {"exitCode": code}}}] if code else []
+    return {
+        "metadata": {"name": name, "uid": name, "creationTimestamp": f"2026-12-01T00:00:0{name}Z"},
+        "spec": {"nodeName": "n2"},
+        "status": {"phase": phase, "containerStatuses": ended, **status},
+    }
+
+
+def failed_job(message: str = "") -> dict[str, Any]:
+    condition = {"type": "Failed", "status": "True", "reason": "X", "message": message}
+    return {"metadata": {"name": "job", "uid": "j"}, "status": {"conditions": [condition]}}
+
+
+DISRUPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def test_a_job_s_reason_is_the_pod_s_that_ended_it() -> None:
+    pods = [pod("1", code=3), pod("2", code=4), pod("3", code=5, **DISRUPTED)]
+    assert "exit code 4" in diagnose(failed_job(), pods).why, "the newest that was not drained"
+    named = "Container stage for pod drafts/1 failed with exit code 3 matching FailJob rule"
+    assert "exit code 3" in diagnose(failed_job(named), pods).why
+
+
+def test_a_pod_that_the_kubelet_put_out_says_what_it_had_too_little_of() -> None:
+    message = "Pod ephemeral local storage usage exceeds the total limit of containers 4Gi."
+    evicted = pod("1", code=137, reason="Evicted", message=message)
+    found = diagnose(failed_job(), [evicted])
+    assert found.why == f"pod 1 was evicted: {message}"
+    assert "scratch" in found.remedy
+    active = {"metadata": {"name": "job", "uid": "j"}, "status": {}}
+    assert diagnose(active, [evicted]).why == found.why
+
+
+def test_a_lost_node_is_not_told_as_a_drain() -> None:
+    active = {"metadata": {"name": "job", "uid": "j"}, "status": {}}
+    stopping = pod("1", phase="Running")
+    stopping["metadata"]["deletionTimestamp"] = "2026-12-01T00:10:00Z"
+    assert "another pod goes on" in diagnose(active, [stopping]).remedy
+    condition = {**DISRUPTED["conditions"][0], "reason": "DeletionByTaintManager"}
+    stopping["status"]["conditions"] = [condition]
+    found = diagnose(active, [stopping])
+    assert "n2" in found.why
+    assert "kubectl taint node n2" in found.remedy
 
 
 def plain(text: str) -> str:

@@ -8,7 +8,13 @@
 {{- $claimed := and .facts.readsWeights $values.weights.claim -}}
 {{- $volumes := dict "root" $root "scratch" $size.scratch "shm" $size.shm "weights" $claimed -}}
 {{- $digest := (index $values.images .facts.image).digest -}}
-{{- $env := dict "root" $root "env" $size.env "digest" $digest "threads" (not $size.gpus) -}}
+{{- $usual := dict -}}
+{{- if eq $stage "train" -}}
+{{- /* The launcher would kill the processes of a drained pod after 30 seconds. */ -}}
+{{- $_ := set $usual "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (max 30 (sub (int64 $size.graceSeconds) 30) | toString) -}}
+{{- end -}}
+{{- $own := mergeOverwrite $usual ($size.env | default dict) -}}
+{{- $env := dict "root" $root "env" $own "digest" $digest "threads" (not $size.gpus) -}}
 apiVersion: batch/v1
 kind: Job
 metadata:

@@ -103,6 +103,7 @@ envFrom:
 - name: weights
   persistentVolumeClaim:
     claimName: {{ .root.Values.weights.claim }}
+    readOnly: true
 {{- end }}
 {{- with .root.Values.extraVolumes }}
 {{ toYaml . }}
