@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ ArtifactUrl = Annotated[str, typer.Argument(help="the prefix of an artefact, or 
 
 
 def lineage(url: ArtifactUrl) -> int:
-    """Show what an artefact was made from, back to the conversations."""
+    """Show the tree from an artefact back to the conversations."""
     return lineages.show(url, Console())
 
 
@@ -58,7 +59,7 @@ def import_(
     config: ConfigFile,
     store: StoreUrl = None,
 ) -> int:
-    """Take over hidden states of version 1, as a run's first artefacts."""
+    """Take over hidden states of version 1 into a new run."""
     # In a process of its own, like a stage: what it needs is slow to import.
     with StageProcesses(config, open_store(store_url(config, store))) as processes:
         return processes.run("importing", "--source", source)
@@ -89,10 +90,40 @@ def plan(
     return 0
 
 
+def show(
+    url: Annotated[str, typer.Argument(help="the prefix of prepare, regenerate or extract")],
+    rows: Annotated[
+        int, typer.Option(min=1, help="how many at most; of rejected ones, for each reason")
+    ] = 3,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="rows that prepare rejected, and why")
+    ] = False,
+    row: Annotated[
+        str | None, typer.Option(help="the row of this name, such as 000000012.0")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the verifier's own tokenizer code")
+    ] = False,
+) -> int:
+    """Show token rows as they will be trained, or rejected ones."""
+    # Tokenizers are slow to import, which no other command should wait for.
+    showing = importlib.import_module("jobs.show")
+    code: int = showing.run(
+        url,
+        Console(),
+        rows=rows,
+        rejected=rejected,
+        row=row,
+        trust_remote_code=trust_remote_code,
+    )
+    return code
+
+
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "lineage": lineage,
     "delete": delete,
     "verify": verify,
+    "show": show,
     "import": import_,
     "plan": plan,
 }
