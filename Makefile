@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Recorded in every manifest. A clone that another user owns is still one's own to read.
 export EAGLE3_GIT_COMMIT := $(shell git -c safe.directory='*' rev-parse HEAD 2>/dev/null)
 
-.PHONY: help setup demo test test-cluster check lint unit lock bench-extract guards manifests images testbed cluster-up cluster-down clean
+.PHONY: help setup demo test test-cluster check lint unit lock bench-extract bench-gate bench-prepare guards manifests images testbed cluster-up cluster-down clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -51,7 +51,14 @@ bench-extract: setup ## extraction against plain prefill, into runs/bench/extrac
 guards: setup ## take each guard of tests/faults.toml away, and see its tests fail
 	@$(PYTHON) -m tests.guards
 
-manifests: setup ## write the chart's schema and k8s/ anew
+bench-prepare: setup ## rows to shards against the bare tokenizer, into runs/bench/prepare.json
+	@$(PYTHON) -m tests.bench.prepare
+
+bench-gate: setup ## the gate of 100,000 objects against their bare listing, into runs/bench/gate.json
+	@$(PYTHON) -m tests.bench.gate
+
+manifests: setup ## write the chart's schema, the manifest's and k8s/ anew
+	@$(PYTHON) -m eagle3.manifest.schema docs/data_config.schema.json
 	@$(PYTHON) -m eagle3.chart --helm "$${HELM:-$$($(PYTHON) -m tests.helm)}"
 
 images: ## build the container images with buildah, podman or docker; see docs/images.md

@@ -51,6 +51,7 @@ class Work:
 
     def __init__(self, run: Store, stage: str) -> None:
         self._store = run.child(f"work/{stage}")
+        self._run_url = run.url
         self._stage = stage
 
     def claim(self, inputs: dict[str, str], settings: dict[str, Any]) -> str:
@@ -154,8 +155,13 @@ class Work:
                     f"{self._stage}: {name}",
                     wanted=f"{standing.get(field)}, with which this prefix was begun",
                     found=mine.get(field),
-                    remedy="set it back, or give the new run a --store prefix of its own",
+                    remedy=f"set it back, or begin a new run: {new_run(self._run_url)}",
                 )
+
+
+def new_run(run_url: str) -> str:
+    """The command that begins a run of other inputs or settings, under a prefix beside a run's."""
+    return f"`eagle3 run --config FILE --store {run_url}-2`"
 
 
 def _record_path(unit: int) -> str:

@@ -55,7 +55,7 @@ def told(url: str | Path, depth: str = "full") -> Told:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run through prepare, regenerate, extract and vocab, on the shipped fakes."""
     folder = tmp_path_factory.mktemp("verify")
-    model = make_llama(folder / "verifier", num_layers=4)
+    model = make_llama(folder / "verifier")
     data = write_conversations(folder / "chats.jsonl", 24, turns=2)
     config, run = write_config(folder / "run.yaml", model, data), open_store(str(folder / "run"))
     prepare.story(stage_run("prepare", config, run))

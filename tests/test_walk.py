@@ -23,15 +23,18 @@ from safetensors.torch import load_file
 from eagle3.conversations import read_heldout, read_row_records
 from eagle3.lineage import walk
 from eagle3.shards import Sample, ShardReader
-from eagle3.stages import STAGE_NAMES
+from eagle3.stages import ARTIFACT_KINDS, STAGE_NAMES
 from eagle3.store import Store, open_store
+from eagle3.verification import artifacts_at
 from eagle3.vocab import load_counts
 from jobs import extract, gate
+from tests.damaged import EVERY_KIND, damage_and_verify
 from tests.tiny_run import artifact_at, content_of, rows_of, write_config, write_conversations
 from tests.tiny_verifiers import make_kimi, make_qwen3
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_SECONDS = 900
+DAMAGE_SEED = 20261201
 # Far more than a quiet machine needs: several engines start.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3000)]
 
@@ -257,6 +260,19 @@ class TestQwen3:
             "evaluate: starting vLLM with the untrained draft",
             "evaluate: starting vLLM without a draft",
         ]
+
+    def test_every_one_of_500_damages_is_found_and_by_the_gate_what_it_claims(
+        self, qwen3: Walk, tmp_path: Path
+    ) -> None:
+        committed = [store.url.rpartition("/")[2] for store in artifacts_at(qwen3.store.url)]
+        assert sorted(committed) == sorted(ARTIFACT_KINDS)
+        folder = qwen3.store.local_path()
+        assert folder is not None
+        # In place, so that inputs are read where they were, and put back after each damage.
+        done = damage_and_verify(folder, tmp_path, seed=DAMAGE_SEED, times=500)
+        print(dict(done))
+        assert done.total() - done["gate"] == 500
+        assert all(done[kind] >= 50 for kind in EVERY_KIND), done
 
     def test_each_stage_ends_with_one_line(self, qwen3: Walk) -> None:
         for stage, said in qwen3.said.items():

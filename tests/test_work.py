@@ -55,7 +55,10 @@ def test_other_inputs_or_settings_are_refused_by_the_field_that_differs(
     with pytest.raises(IdentityConflict) as caught:
         Work(run, "extract").claim(inputs, settings)
     assert caught.value.field.startswith(f"extract: {field}")
-    assert "--store" in caught.value.remedy
+    assert f"`eagle3 run --config FILE --store {run.url}-2`" in str(caught.value)
+    standing, mine = caught.value.wanted, caught.value.found
+    assert standing.endswith(", with which this prefix was begun")
+    assert mine != standing.partition(",")[0]
 
 
 def test_a_real_section_claims_again(run):

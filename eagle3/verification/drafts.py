@@ -11,6 +11,7 @@ from eagle3.draft.checkpoints import CONFIG_NAME, CURVE_NAME, DRAFT, MODEL_NAME,
 from eagle3.draft.export import Wanted, check_export, check_weights
 from eagle3.draft.metrics import decode_curve
 from eagle3.verification.contents import Check, Contents, Sources
+from eagle3.verification.tensors import readable
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 
@@ -27,7 +28,11 @@ class TrainContents(Contents):
         for part in (DRAFT, UNTRAINED):
             if wanted is not None:
                 folder = _brought(self.artifact, self.sources.scratch / "train") / part
-                yield partial(check_weights, folder / MODEL_NAME, wanted, part)
+                yield partial(self._check_draft, folder / MODEL_NAME, wanted, part)
+
+    def _check_draft(self, path: Path, wanted: Wanted, part: str) -> None:
+        with readable(self, f"{part}/{MODEL_NAME}"):
+            check_weights(path, wanted, part)
 
     def _check_curve(self) -> None:
         steps = [point.step for point in decode_curve(self.artifact.read(CURVE_NAME))]
@@ -44,9 +49,13 @@ class ExportContents(Contents):
         if wanted is None:
             return
         folder = _brought(self.artifact, self.sources.scratch / "export")
-        yield partial(check_export, folder, wanted)
+        yield partial(self._check_draft, folder, wanted)
         if self.artifact.named(f"{UNTRAINED}/{CONFIG_NAME}") is not None:
-            yield partial(check_export, folder / UNTRAINED, wanted)
+            yield partial(self._check_draft, folder / UNTRAINED, wanted)
+
+    def _check_draft(self, folder: Path, wanted: Wanted) -> None:
+        with readable(self, MODEL_NAME):
+            check_export(folder, wanted)
 
 
 def _wanted(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 
 from eagle3.coverage import coverage
 from eagle3.errors import ConfigError
@@ -16,6 +18,15 @@ from eagle3.vocab import build_mapping, load_counts, load_mapping
 
 _COVERAGE_NAME = "coverage.json"
 _ROUNDING = 1e-9
+
+
+@contextlib.contextmanager
+def readable(contents: Contents, path: str) -> Iterator[None]:
+    """What a reader of tensors raises for a file that it cannot take is told as ours."""
+    try:
+        yield
+    except (SafetensorError, KeyError) as error:
+        raise contents.differs(path, "a safetensors file of its kind", error) from error
 
 
 class VerifierContents(Contents):
@@ -38,7 +49,9 @@ class VerifierContents(Contents):
             self.says(f"verifier.{name}", getattr(loaded, name), getattr(facts, name))
 
     def _check_tensors(self, loaded: LoadedVerifier) -> None:
-        three, matrix = loaded.three_tensors(), [loaded.vocab_size, loaded.hidden_size]
+        with readable(self, TENSORS_NAME):
+            three = loaded.three_tensors()
+        matrix = [loaded.vocab_size, loaded.hidden_size]
         shapes = {"embed": matrix, "norm": matrix[1:], "lm_head": matrix}
         for name, shape in shapes.items():
             tensor: torch.Tensor = getattr(three, name)
