@@ -64,10 +64,25 @@ def story(run: StageRun) -> str:
         tokenizer=verifier.tokenizer_facts(),
     )
     run.commit(manifest)
-    return (
-        f"{manifest.total_samples} rows, {manifest.total_tokens} tokens of "
-        f"{manifest.rows_in} conversations, {manifest.facts['heldout_prompts']} prompts held out, "
-        f"{rejected_in_words(manifest.rejected)}"
+    return told(manifest)
+
+
+def told(manifest: Manifest) -> str:
+    """The closing line: what came of the rows, and what was left out of them, each by itself."""
+    facts = manifest.facts
+    left_out = {
+        f"clipped at {manifest.max_seq_len} tokens": facts["clipped"],
+        "without an answer": facts.get("unanswered", 0),
+        "rows with too few supervised tokens": facts["rows_too_short"],
+    }
+    return ", ".join(
+        [
+            f"{manifest.total_samples} rows, {manifest.total_tokens} tokens of "
+            f"{manifest.rows_in} conversations ({facts['growth']:.2f} times one render of each)",
+            *(f"{count} {what}" for what, count in left_out.items() if count),
+            f"{facts['heldout_prompts']} prompts held out",
+            rejected_in_words(manifest.rejected),
+        ]
     )
 
 

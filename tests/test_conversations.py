@@ -259,7 +259,7 @@ def test_b09_one_conversation_that_the_template_refuses_costs_one_row(fast: Toke
     assert reason(by, {"messages": [ANSWER, USER, ANSWER]}) == "prompt_not_first"
 
 
-@pytest.mark.parametrize("role", ["laguna_s", "developer", "observation", "function_call"])
+@pytest.mark.parametrize("role", ["laguna_s", "observation", "function_call"])
 def test_b10_an_unknown_role_is_named_and_never_taken_for_the_assistant(
     fast: Tokenizers, role: str
 ) -> None:
@@ -399,7 +399,13 @@ def test_b94_later_turns_that_do_not_fit_are_left_out_whole_and_counted(fast: To
     length = len(kept(converter(tokenizer), {"messages": [USER, ANSWER]}).rows[0][0])
     by = converter(tokenizer, max_seq_len=length + 3)
     outcome = kept(by, {"messages": [USER, ANSWER, MORE, LAST]})
-    assert outcome.counts == {"turns": 1, "turns_too_long": 1, "rows_too_short": 0}
+    assert outcome.counts == {
+        "turns": 1,
+        "turns_too_long": 1,
+        "clipped": 1,
+        "rows_too_short": 0,
+        "tokens_once": length,
+    }
     assert supervised(tokenizer, outcome.rows[0]) == ["The capital of France is Paris.<|im_end|>"]
 
 
@@ -435,6 +441,8 @@ def test_b17_the_input_of_an_instruction_is_part_of_the_prompt() -> None:
     record = {"instruction": "Translate.", "input": "bonjour", "output": "hello"}
     found = parse(record, "instruction/output", role_map({}))
     assert found.messages[0]["content"] == "Translate.\n\nbonjour"
+    with pytest.raises(Rejected, match="bad_content"):
+        parse({**record, "input": {"a": 1}}, "instruction/output", role_map({}))
     with pytest.raises(Rejected, match="unsupported_field"):
         parse({**record, "history": [["a", "b"]]}, "instruction/output", role_map({}))
 
@@ -498,7 +506,7 @@ def test_a_conversation_that_nobody_answered_is_kept_where_the_verifier_will(
     (row,) = outcome.rows
     assert row == (renderer(tokenizer).prompt_ids([USER], None), [0] * len(row[0]))
     assert outcome.messages == [USER]
-    assert outcome.counts == {"unanswered": 1}
+    assert outcome.counts == {"unanswered": 1, "tokens_once": len(row[0])}
     answered = {"messages": [USER, ANSWER]}
     assert (
         kept(converter(tokenizer), answered).rows

@@ -89,6 +89,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.operate",
         "jobs.lineage",
         "jobs.verify",
+        "jobs.show",
         "jobs.delete",
         "jobs.importing",
         "jobs.plan",

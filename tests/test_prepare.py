@@ -1,5 +1,6 @@
 """prepare, whole: real files in, two committed artefacts out, the same bytes however it went."""
 
+import functools
 import gzip
 import hashlib
 import json
@@ -24,9 +25,11 @@ from eagle3.conversations import (
     Source,
     open_sources,
     read_heldout,
+    read_rejected,
     read_row_records,
     rejected_in_words,
 )
+from eagle3.conversations.seen import Seen
 from eagle3.conversations.split import conversation_id
 from eagle3.errors import ConfigError, ConversationsInvalid, ShardInvalid
 from eagle3.manifest import MANIFEST_NAME
@@ -117,6 +120,13 @@ def test_everything_that_is_written_agrees_with_everything_else(
     assert manifest.rejected["not_json"] == 1
     assert manifest.rejected["unknown_form"] == 1
     assert manifest.sources[0].sha256 == hashlib.sha256(data.read_bytes()).hexdigest()
+    lines_of = {"duplicate": ["0:61"], "not_json": ["0:62"], "unknown_form": ["0:63"]}
+    assert manifest.facts["rejected_lines"] == lines_of
+    assert [(one.line, one.reason, one.text) for one in read_rejected(made)] == [
+        (61, "duplicate", ""),
+        (62, "not_json", "broken"),
+        (63, "unknown_form", '{"text": "x"}'),
+    ]
 
     tokens = rows_of(made)
     assert manifest.total_samples == len(tokens) == manifest.facts["conversations"]
@@ -185,13 +195,18 @@ def test_a_conversation_of_several_rows_is_told_once(tmp_path: Path, verifier: P
     made = committed(tmp_path / "run")
     records = read_row_records(made, "rows-000000.jsonl")
     assert [record.row for record in records] == ["000000000.0", "000000000.1", "000000000.2"]
+    facts = made.manifest.facts
+    # Three rows in place of the one that the last is.
+    assert facts["tokens_once"] == len(rows_of(made)[-1].input_ids)
+    assert facts["growth"] == round(made.manifest.total_tokens / facts["tokens_once"], 4) > 1.5
+    assert f"({facts['growth']:.2f} times one render of each)" in prepare.told(made.manifest)
     assert [len(record.messages) for record in records] == [6, 0, 0]
 
 
 # ---- files -----------------------------------------------------------------------------------
 
 
-def test_lines_gzip_and_parquet_give_the_same_rows(tmp_path: Path, verifier: Path) -> None:
+def test_lines_packed_or_not_and_parquet_give_the_same_rows(tmp_path: Path, verifier: Path) -> None:
     rows = [chat(i) for i in range(30)]
     plain = write_jsonl(tmp_path / "a.jsonl", rows)
     packed = tmp_path / "b.jsonl.gz"
@@ -201,13 +216,18 @@ def test_lines_gzip_and_parquet_give_the_same_rows(tmp_path: Path, verifier: Pat
     packed.write_bytes(gzip.compress(text[:half]) + gzip.compress(text[half:]))
     table = tmp_path / "c.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table, row_group_size=7)
+    zst = tmp_path / "d.jsonl.zst"
+    pack = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
+    # Two frames in one file, as `cat a.zst b.zst` makes them.
+    zst.write_bytes(pack(text[:half]) + pack(text[half:]))
     found = []
-    for path in (plain, packed, table):
+    for path in (plain, packed, table, zst):
         config = write_config(tmp_path, verifier, path)
         assert run_prepare(config, tmp_path / path.name.replace(".", "-")) == 0
         found.append(committed(tmp_path / path.name.replace(".", "-")).manifest)
-    assert found[0].files == found[1].files == found[2].files
-    assert len({manifest.sources[0].sha256 for manifest in found}) == 3
+    assert all(manifest.files == found[0].files for manifest in found)
+    for manifest, path in zip(found, (plain, packed, table, zst), strict=True):
+        assert manifest.sources[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_source_is_counted_and_hashed_from_any_store(tmp_path: Path) -> None:
@@ -293,7 +313,16 @@ def zstd(path: Path) -> None:
     path.write_bytes(b"\x28\xb5\x2f\xfd rest")
 
 
-@pytest.mark.parametrize("spoil", [cut_gzip, cut_parquet, zstd])
+def cut_zstd(path: Path) -> None:
+    lines = b"".join(b'{"a": %d}\n' % number for number in range(10_000))
+    path.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True)[:-9])
+
+
+def bzip2(path: Path) -> None:
+    path.write_bytes(b"BZh91AY&SY")
+
+
+@pytest.mark.parametrize("spoil", [cut_gzip, cut_parquet, zstd, cut_zstd, bzip2])
 def test_a_file_that_breaks_off_is_refused_as_a_whole(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
@@ -305,6 +334,14 @@ def test_a_file_that_breaks_off_is_refused_as_a_whole(
 
 def _read_all(path: Path) -> list[RawRow]:
     return list(Source(str(path)).rows())
+
+
+def test_keys_that_only_parquet_s_schema_gives_a_row_are_not_there(tmp_path: Path) -> None:
+    tools = [[{"name": "a", "x": {"p": 1}}], [{"name": "b", "y": "other"}]]
+    rows = [{**chat(at), "tools": of} for at, of in enumerate(tools)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [row.record()["tools"] for row in _read_all(tmp_path / "a.parquet")]
+    assert found == tools
 
 
 def test_patterns_of_names_take_each_file_once_in_order(tmp_path: Path) -> None:
@@ -369,6 +406,37 @@ def test_files_without_a_row_are_refused_by_name(
     said = capfd.readouterr().err
     assert "prepare.data: wanted at least one conversation, found no row in" in said
     assert "chats.jsonl; name files" in said
+
+
+def test_b94_the_closing_line_counts_what_was_left_out_each_by_itself(
+    tmp_path: Path, verifier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", [chat(0), chat(1, turns=12), chat(2)])
+    config = write_config(tmp_path, verifier, data, heldout_share=0.0)
+    assert run_prepare(config, tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "1 clipped at 256 tokens, 0 prompts held out, 0 rejected" in said
+    assert "1.00 times one render of each" in said
+    assert committed(tmp_path / "run").manifest.facts["clipped"] == 1
+
+
+def test_what_the_data_holds_reaches_no_terminal_raw(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = {"messages": [{"role": "bot\x1b[2J", "content": "x"}], "\x1b[31m": 1}
+    data = write_jsonl(tmp_path / "a.jsonl", [chat(0), bad])
+    for share in (0.6, 0.1):
+        config = write_config(tmp_path, verifier, data, heldout_share=0.0, max_rejected_share=share)
+        run_prepare(config, tmp_path / str(share))
+        told = capfd.readouterr()
+        assert "unknown_role:bot\\x1b[2J" in told.out + told.err
+        assert "\x1b" not in told.out + told.err
+
+
+def test_memory_does_not_hold_the_conversations_that_came_before() -> None:
+    seen = Seen()
+    assert [seen.add(one) for one in (b"a" * 16, b"b" * 16, b"a" * 16)] == [True, True, False]
+    seen.close()
 
 
 def test_the_closing_line_says_why_rows_were_rejected() -> None:
@@ -450,6 +518,7 @@ def test_b20_other_inputs_in_the_same_prefix_are_refused_by_name(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.fault("B19")
 def test_workers_change_nothing_but_the_time(tmp_path: Path, verifier: Path) -> None:
     rows = [chat(i, turns=1 + i % 3) for i in range(300)]
     odd = ["broken", {"messages": [{"role": "bot", "content": "x"}]}, rows[5]]

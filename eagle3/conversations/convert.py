@@ -19,6 +19,7 @@ from eagle3.conversations.split import conversation_id, is_heldout
 from eagle3.errors import ConversationsInvalid
 
 _DIGEST_BYTES = 16
+_EXCERPT = 1000
 # Of a conversation that is far too long only the beginning can become a row.
 _CHARACTERS_PER_TOKEN = 8
 
@@ -44,9 +45,10 @@ class Kept(Outcome):
 
     Attributes:
         rows: (input_ids, loss_mask) of each token row.
-        counts: turns, turns_too_long (left out at the end, whole turns only),
-            rows_too_short (of the conversation's token rows, left out), and unanswered (1 where
-            there is no answer, and so nothing to train on before regenerate).
+        counts: turns, turns_too_long (left out at the end, whole turns only), clipped (1 where
+            that happened), rows_too_short (of the conversation's token rows, left out),
+            unanswered (1 where there is no answer, and so nothing to train on before regenerate),
+            and tokens_once (of one render to the last turn that fits).
     """
 
     rows: list[tuple[list[int], list[int]]]
@@ -130,7 +132,10 @@ class Converter:
         begun = [self._begun(raw, form) for raw in rows]
         most = _CHARACTERS_PER_TOKEN * self._config.max_seq_len
         self._renderer.learn(one.script.text[:most] for one in begun if isinstance(one, _Answered))
-        return [self._ended(one) if isinstance(one, _Answered) else one for one in begun]
+        return [
+            self._ended(one, raw) if isinstance(one, _Answered) else one
+            for raw, one in zip(rows, begun, strict=True)
+        ]
 
     def _begun(self, raw: RawRow, form: FormOfFile) -> Kept | HeldOut | Rejected | _Answered:
         try:
@@ -150,12 +155,14 @@ class Converter:
             script = self._renderer.script(found.messages[: answers[-1] + 1], found.tools)
             return _Answered(found=found, name=name, script=script)
         except Rejected as rejected:
+            rejected.text = _excerpt(raw)
             return rejected
 
-    def _ended(self, begun: _Answered) -> Kept | Rejected:
+    def _ended(self, begun: _Answered, raw: RawRow) -> Kept | Rejected:
         try:
             return self._kept(begun)
         except Rejected as rejected:
+            rejected.text = _excerpt(raw)
             return rejected
 
     def _held_out(self, found: Conversation, name: str) -> HeldOut:
@@ -187,13 +194,13 @@ class Converter:
             messages=found.messages,
             tools=found.tools,
             rows=[(ids, [0] * len(ids))],
-            counts={"unanswered": 1},
+            counts={"unanswered": 1, "tokens_once": len(ids)},
         )
 
     def _kept(self, begun: _Answered) -> Kept:
         found = begun.found
         builder = RowBuilder(self._config.max_seq_len)
-        fitting = 0
+        fitting = once = 0
         for prompt, answer in self._renderer.turns(begun.script):
             if not builder.add_turn(prompt, answer):
                 if fitting == 0:
@@ -201,6 +208,7 @@ class Converter:
                     raise Rejected("too_long", f"{length} tokens to the end of the first answer")
                 break
             fitting += 1
+            once = len(prompt) + len(answer)
         rows = [row for row in builder.rows() if sum(row[1]) >= self._config.min_supervised_tokens]
         if not rows:
             raise Rejected("too_few_supervised")
@@ -212,14 +220,23 @@ class Converter:
             rows=rows,
             counts={
                 "turns": fitting,
-                "turns_too_long": len(_answers(found.messages)) - fitting,
+                "turns_too_long": (too_long := len(_answers(found.messages)) - fitting),
+                "clipped": int(too_long > 0),
                 "rows_too_short": len(builder.rows()) - len(rows),
+                "tokens_once": once,
             },
         )
 
 
 def _answers(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _excerpt(raw: RawRow) -> str:
+    """The beginning of a row, as text whatever it holds."""
+    if isinstance(raw.value, bytes):
+        return raw.value[:_EXCERPT].decode(errors="replace").strip()
+    return str(raw.value)[:_EXCERPT]
 
 
 def _digest(found: Conversation) -> bytes:

@@ -48,16 +48,7 @@ class Encoder:
         found = dict.fromkeys(piece for text in texts for piece in self._cut.split(text)[::2])
         found.pop("", None)
         if found:
-            # Of a batch one list comes back for each text, and nothing that would have to be
-            # dropped again.
-            ids = self._tokenizer(
-                list(found),
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
-            self._pieces = dict(zip(found, ids, strict=True))
+            self._pieces = dict(zip(found, self._encode_all(list(found)), strict=True))
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text, equal to those of encoding it whole."""
@@ -97,8 +88,21 @@ class Encoder:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         assert isinstance(ids, list)
+        return ids
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        # One in Python gains nothing by a batch, and may have an `encode` of its own alone.
+        if not self._tokenizer.is_fast:
+            return [self._encode(text) for text in texts]
+        ids: list[list[int]] = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
         return ids
 
     def _provably_cut(self, token_id: int, added: list[str]) -> str | None:

@@ -23,14 +23,16 @@ ROLES = ("system", "user", "assistant", "tool")
 
 BUILT_IN_ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "tool": "tool",
 }
-"""Roles that mean the same everywhere. Others vary from one data set to the next, so they must
-be mapped in the configuration: taking any unknown role for the assistant would train on it."""
+"""Roles that mean the same everywhere; a developer's message is a system prompt's newer name, which
+few templates know. Others vary from one data set to the next, so they must be mapped in the
+configuration: taking any unknown role for the assistant would train on it."""
 
 _FORMS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -44,9 +46,23 @@ _BESIDE = ("system", "system_prompt", "tools", "input", "history")
 COLUMNS = frozenset({key for keys in _FORMS.values() for key in keys} | set(_BESIDE))
 """Every key of a row that can matter here."""
 
-_KEPT_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+_KEPT_TEXTS = ("name", "tool_call_id")
+REASONING = "reasoning_content"
+# Under its other names too a template may look for it.
+_REASONING = (REASONING, "reasoning", "thinking")
 _IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 _LONGEST_NAME = 40
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, and others that have no form of their own, are spelt out.
+
+    Lines and tabs stay. An escape sequence or a mark that reverses the writing does not.
+    """
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 class Rejected(Exception):
@@ -55,12 +71,16 @@ class Rejected(Exception):
     Args:
         reason: one word that rows are counted by.
         detail: what was found, for the example that a person is shown.
+
+    Attributes: text: the beginning of the row, for the same.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+        # Both are printed, and both may hold what the data holds.
+        self.reason = visible(reason)
+        self.detail = visible(detail)
+        self.text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +135,8 @@ def _raw_messages(record: Mapping[str, Any], form: str) -> list[Any]:
         raise Rejected("unsupported_field", "history")
     prompt, answer = (record[key] for key in keys)
     if form == "instruction/output" and isinstance(prompt, str) and record.get("input"):
+        if not isinstance(record["input"], str):
+            raise Rejected("bad_content", "an input that is not text")
         prompt = f"{prompt}\n\n{record['input']}"
     return [*_spoken(prompt, "user"), *_spoken(answer, "assistant")]
 
@@ -157,11 +179,20 @@ def _message(raw: Any, roles: Mapping[str, str]) -> Message:
     for key in _KEPT_TEXTS:
         if isinstance(raw.get(key), str):
             message[key] = raw[key]
+    message.update(_reasoning(raw))
     if raw.get("tool_calls"):
         message["tool_calls"] = [
             _tool_call(call) for call in _listed(raw["tool_calls"], "bad_tool_call")
         ]
     return message
+
+
+def _reasoning(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The reasoning under the name it came by and under the one that most templates read."""
+    found = {key: raw[key] for key in _REASONING if isinstance(raw.get(key), str) and raw[key]}
+    if len(set(found.values())) > 1:
+        raise Rejected("bad_message", f"{' and '.join(found)} differ")
+    return {**found, REASONING: next(iter(found.values()))} if found else {}
 
 
 def _one_of(raw: Mapping[str, Any], key: str, other: str) -> Any:
@@ -216,9 +247,19 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if not value:
         return None
     tools = _decoded(value, "bad_tools") if isinstance(value, str) else value
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list):
         raise Rejected("bad_tools", "a list of objects expected")
-    return tools or None
+    return [_tool(tool) for tool in tools] or None
+
+
+def _tool(raw: Any) -> dict[str, Any]:
+    """A tool as servers hand it to a template: a bare function becomes a tool of that type."""
+    tool = _decoded(raw, "bad_tools") if isinstance(raw, str) else raw
+    if not isinstance(tool, dict):
+        raise Rejected("bad_tools", "a list of objects expected")
+    if "function" not in tool and isinstance(tool.get("name"), str) and "parameters" in tool:
+        return {"type": "function", "function": tool}
+    return tool
 
 
 def _with_system(messages: list[Message], system: Any) -> list[Message]:

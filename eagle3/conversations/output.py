@@ -8,7 +8,13 @@ from eagle3 import artifact as artifacts
 from eagle3.config import PrepareConfig
 from eagle3.conversations.convert import HeldOut, Kept
 from eagle3.conversations.messages import Rejected
-from eagle3.conversations.records import HELDOUT_NAME, RowRecord, encode_lines
+from eagle3.conversations.records import (
+    HELDOUT_NAME,
+    REJECTED_NAME,
+    RowRecord,
+    encode_lines,
+)
+from eagle3.conversations.seen import Seen
 from eagle3.conversations.tally import HeldoutPrompts, Tally
 from eagle3.errors import ConversationsInvalid
 from eagle3.manifest import FileEntry, Manifest, totals
@@ -96,9 +102,9 @@ class Preparation:
         self._tally = Tally()
         self._heldout = HeldoutPrompts(config.max_heldout)
         self._writer = RowWriter(store, shard_rows=config.shard_rows, vocab_size=vocab_size)
-        self._seen: set[bytes] = set()
+        self._seen = Seen()
         self._facts = dict.fromkeys(
-            ("conversations", "turns", "turns_too_long", "rows_too_short"), 0
+            ("conversations", "turns", "turns_too_long", "clipped", "rows_too_short"), 0
         )
 
     def take(self, outcome: Kept | HeldOut | Rejected, *, where: str, source: int) -> None:
@@ -113,12 +119,11 @@ class Preparation:
         source_row = self._tally.rows_in
         self._tally.rows_in += 1
         if isinstance(outcome, Rejected):
-            self._tally.reject(outcome, where)
+            self._tally.reject(outcome, where, source)
             self._tally.check(self._config.max_rejected_share, self._rows)
-        elif outcome.digest in self._seen:
-            self._tally.reject(Rejected("duplicate"), where)
+        elif not self._seen.add(outcome.digest):
+            self._tally.reject(Rejected("duplicate"), where, source)
         else:
-            self._seen.add(outcome.digest)
             self._add(outcome, source_row, source)
 
     def finish(self) -> Manifest:
@@ -137,9 +142,12 @@ class Preparation:
         if surplus := self._heldout.offered - len(prompts):
             self._tally.rejected["heldout_surplus"] = surplus
         self._writer.write(HELDOUT_NAME, encode_lines(prompts))
+        if self._tally.rows:
+            self._writer.write(REJECTED_NAME, encode_lines(self._tally.rows))
         self._writer.close()
         files = tuple(sorted(self._writer.files, key=lambda entry: entry.path))
         samples, tokens = totals(files)
+        self._seen.close()
         return Manifest(
             artifact="prepare",
             identity="",
@@ -152,9 +160,11 @@ class Preparation:
             max_seq_len=self._config.max_seq_len,
             facts={
                 **self._facts,
+                "growth": round(tokens / self._facts["tokens_once"], 4),
                 "heldout_prompts": len(prompts),
                 "longest_row": self._writer.longest_row,
                 "supervised_tokens": int(self._writer.counts.sum()),
+                "rejected_lines": self._tally.lines(),
             },
         )
 

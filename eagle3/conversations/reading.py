@@ -1,4 +1,4 @@
-"""Conversations as they lie in a store: JSON lines, gzipped or not, and Parquet.
+"""Conversations as they lie in a store: JSON lines, packed by gzip or zstd or not, and Parquet.
 
 What a file is, is told by its first bytes. Lines are split here and decoded one at a time, with
 no schema inferred: a wrong line is a row that is rejected, and memory holds one line, or one
@@ -7,6 +7,7 @@ batch of a Parquet row group.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
@@ -20,15 +21,18 @@ from typing import Any
 import msgspec
 import pyarrow
 import pyarrow.parquet
+from httpx2 import HTTPError
 
 from eagle3.conversations.messages import COLUMNS, Rejected
-from eagle3.errors import ConfigError, ConversationsInvalid
+from eagle3.errors import ConfigError, ConversationsInvalid, ServiceUnavailable
 from eagle3.manifest import SourceFile
 from eagle3.store import Store, open_store
 
 _CHUNK = 8 * 2**20
 _LONGEST_LINE = 64 * 2**20
 _BATCH_ROWS = 256
+# What the hub answers for a repository that is not there, or not for this token.
+_NO = (401, 403, 404)
 _BOM = b"\xef\xbb\xbf"
 _MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
 
@@ -76,7 +80,8 @@ def _expanded(url: str) -> list[Source]:
     if not any(mark in name for mark in "*?["):
         return [Source(url)]
     below = parent or ("/" if url.startswith("/") else ".")
-    names = [info.path for info in open_store(below).list() if "/" not in info.path]
+    with _answered(url):
+        names = [info.path for info in open_store(below).list() if "/" not in info.path]
     matching = fnmatch.filter(names, name)
     if not matching:
         raise ConfigError(
@@ -102,19 +107,21 @@ class Source:
         self.url = f"{self._store.url}/{self._name}"
         self._measured: str | None = None
         try:
-            self._size = self._store.size(self._name)
+            with _answered(url):
+                self._size = self._store.size(self._name)
         except FileNotFoundError as error:
             raise ConfigError(
                 "prepare.data", wanted="a file of conversations", found=url, remedy="correct it"
             ) from error
-        head = self._store.read_range(self._name, 0, 4) if self._size else b""
+        with _answered(url):
+            head = self._store.read_range(self._name, 0, 4) if self._size else b""
         self._format = next((f for magic, f in _MAGIC.items() if head.startswith(magic)), "jsonl")
-        if self._format in ("zstd", "bzip2"):
+        if self._format == "bzip2":
             raise ConversationsInvalid(
                 self.url,
-                wanted="JSON lines, gzipped or not, or Parquet",
+                wanted="JSON lines, as they are or packed with gzip or zstd, or Parquet",
                 found=self._format,
-                remedy="unpack it, or pack it with gzip",
+                remedy="unpack it, or pack it with one of these",
             )
 
     def measure(self) -> tuple[SourceFile, int]:
@@ -122,7 +129,7 @@ class Source:
         if self._format == "parquet":
             with self._broken_as_invalid():
                 rows = pyarrow.parquet.ParquetFile(self._open()).metadata.num_rows
-            self._measured = self._store.sha256(self._name)
+            self._measured = self._sha256()
             return self._facts(self._measured), rows
         digest = hashlib.sha256()
         rows = sum(1 for _ in self._lines(digest))
@@ -145,7 +152,7 @@ class Source:
         if self._measured is None:
             return
         parquet = self._format == "parquet"
-        found = self._store.sha256(self._name) if parquet else digest.hexdigest()
+        found = self._sha256() if parquet else digest.hexdigest()
         if self._measured != found:
             raise ConversationsInvalid(
                 self.url,
@@ -153,6 +160,10 @@ class Source:
                 found=found[:16],
                 remedy="run prepare again, on files that nobody is writing",
             )
+
+    def _sha256(self) -> str:
+        with _answered(self.url):
+            return self._store.sha256(self._name)
 
     def _facts(self, sha256: str) -> SourceFile:
         return SourceFile(url=self.url, bytes=self._size, sha256=sha256)
@@ -162,7 +173,11 @@ class Source:
 
     def _lines(self, digest: Any) -> Iterator[RawRow]:
         raw: io.BufferedIOBase = io.BufferedReader(self._open(digest), _CHUNK)
-        stream = gzip.GzipFile(fileobj=raw) if self._format == "gzip" else raw
+        stream = raw
+        if self._format == "gzip":
+            stream = gzip.GzipFile(fileobj=raw)
+        elif self._format == "zstd":
+            stream = _unpacked(raw)
         place, begins = 0, True
         with self._broken_as_invalid():
             while line := stream.readline(_LONGEST_LINE):
@@ -195,10 +210,66 @@ class Source:
             for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
                 for record in batch.to_pylist():
                     place += 1
-                    yield RawRow(place=place, value=record)
+                    yield RawRow(place=place, value=_without_nulls(record))
 
     def _broken_as_invalid(self) -> _BrokenAsInvalid:
         return _BrokenAsInvalid(self.url)
+
+
+@contextlib.contextmanager
+def _answered(url: str) -> Iterator[None]:
+    """What the hub says no by, and errors of its connection, which are no OSErrors."""
+    try:
+        yield
+    except HTTPError as error:
+        raise ServiceUnavailable(
+            f"prepare.data: {url}",
+            wanted="an answer from the hub",
+            found=f"{type(error).__name__}: {error}",
+            remedy="let this machine reach it, or name a copy of the files",
+        ) from error
+    except ServiceUnavailable as error:
+        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if not isinstance(error.__cause__, HTTPError) or status not in _NO:
+            raise
+        raise ConfigError(
+            f"prepare.data: {url}",
+            wanted="a data set of the hub that HF_TOKEN may read",
+            found=f"{type(error.__cause__).__name__}, status {status}",
+            remedy="correct the name, or set HF_TOKEN",
+        ) from error
+
+
+def _unpacked(packed: io.BufferedIOBase) -> io.BufferedIOBase:
+    """The contents of a file packed with zstd, of several frames too."""
+    return io.BufferedReader(_ZstdFile(packed), _CHUNK)
+
+
+class _ZstdFile(io.RawIOBase):
+    """pyarrow's unpacking, whose complaints are OSErrors as those of a store are."""
+
+    def __init__(self, packed: io.BufferedIOBase) -> None:
+        super().__init__()
+        self._packed = packed
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A record of a Parquet file without the keys that its schema gives to every object."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 class _BrokenAsInvalid:
@@ -246,7 +317,8 @@ class _RangedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._size)
-        data = self._store.read_range(self._path, self._at, end) if end > self._at else b""
+        with _answered(f"{self._store.url}/{self._path}"):
+            data = self._store.read_range(self._path, self._at, end) if end > self._at else b""
         if self._digest is not None:
             self._digest.update(data)
         buffer[: len(data)] = data

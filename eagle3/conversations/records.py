@@ -11,6 +11,7 @@ from eagle3.artifact import Artifact
 from eagle3.conversations.messages import Message
 
 HELDOUT_NAME = "heldout.jsonl"
+REJECTED_NAME = "rejected.jsonl"
 
 
 class RowRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,23 @@ class HeldoutPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
+class RejectedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `rejected.jsonl`: a row that was rejected, one of the first so many of its reason.
+
+    Attributes:
+        source: which of the manifest's sources it was read from.
+        line: its line there, or its record in a Parquet file, counted from 1.
+        detail: what was found.
+        text: the beginning of the row.
+    """
+
+    source: int
+    line: int
+    reason: str
+    detail: str
+    text: str
+
+
 def encode_lines(records: Iterable[msgspec.Struct]) -> bytes:
     """One JSON object a line; none give no bytes."""
     return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
@@ -55,6 +73,13 @@ def encode_lines(records: Iterable[msgspec.Struct]) -> bytes:
 def read_row_records(prepared: Artifact, path: str) -> list[RowRecord]:
     """The lines beside a token shard. Raises ManifestInvalid for what prepare did not write."""
     return prepared.read_lines(path, RowRecord)
+
+
+def read_rejected(prepared: Artifact) -> list[RejectedRow]:
+    """Rejected rows of a prepare artefact, some of each reason. Raises ManifestInvalid."""
+    if prepared.named(REJECTED_NAME) is None:
+        return []
+    return prepared.read_lines(REJECTED_NAME, RejectedRow)
 
 
 def read_heldout(prepared: Artifact) -> list[HeldoutPrompt]:

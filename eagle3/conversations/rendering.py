@@ -20,13 +20,21 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.conversations.encoding import Encoder
 from eagle3.conversations.growing import growing, turn_texts
-from eagle3.conversations.messages import Message, Rejected
+from eagle3.conversations.messages import REASONING, Message, Rejected
 from eagle3.conversations.tool_calls import find_tool_style
 from eagle3.errors import VerifierInvalid
 from eagle3.verifier.tokenizer import special_ids
 
 # What a template's own code raises on messages that it was not written for.
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 # How templates are told to prompt without reasoning. Most know none of these.
 _SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
 _PROBE_USER: Message = {"role": "user", "content": "probe question"}
@@ -104,14 +112,17 @@ class Renderer:
                 texts = at_once[number]
             else:
                 texts = self._turn_texts(script.messages[: place + 1], script.tools)
-            yield self._turn_ids(*texts)
+            yield self._turn_ids(*texts, script.messages[place])
 
-    def _turn_ids(self, starts: Sequence[str], text: str) -> tuple[list[int], list[int]]:
+    def _turn_ids(
+        self, starts: Sequence[str], text: str, said: Message
+    ) -> tuple[list[int], list[int]]:
         whole = self._ids(text)
         for start in starts:
             prompt = self._ids(start) if text.startswith(start) else []
             if prompt and whole[: len(prompt)] == prompt:
                 answer = self._answer(whole[len(prompt) :])
+                _check_said(said, text, len(start))
                 self._encoder.know(text, len(start), [*prompt, *answer])
                 return prompt, answer
         raise Rejected("prompt_not_a_prefix", "the render with the answer begins otherwise")
@@ -308,6 +319,15 @@ class RowBuilder:
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """(input_ids, loss_mask) of each row, in the order of the turns."""
         return self._rows
+
+
+def _check_said(message: Message, text: str, start: int) -> None:
+    """An answer's own render holds its reasoning and what it says. Raises Rejected."""
+    thought, _, rest = message["content"].rpartition("</think>")
+    thought = thought.rpartition("<think>")[2] or message.get(REASONING, "")
+    for kind, part in (("reasoning", thought), ("answer", rest)):
+        if text.find(part.strip(), start) < 0:
+            raise Rejected(f"template_drops_{kind}", part[:80])
 
 
 def _is_answer(message: Message) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from eagle3.conversations.convert import HeldOut
 from eagle3.conversations.messages import Rejected
-from eagle3.conversations.records import HeldoutPrompt
+from eagle3.conversations.records import HeldoutPrompt, RejectedRow
 from eagle3.errors import ConversationsInvalid
 
 # A duplicate or a prompt too many is left out, and yet nothing is wrong with it.
@@ -15,6 +15,8 @@ _NO_FAULTS = frozenset({"duplicate", "heldout_surplus"})
 # Where no row is anything else, it is the file that is of another kind, and not its rows.
 _NO_RECORDS = frozenset({"not_json", "not_an_object"})
 _EXAMPLES = 3
+_KEPT_ROWS = 50
+_LONGEST_DETAIL = 500
 _MOST_REASONS = 40
 _REASONS_TOLD = 5
 
@@ -29,11 +31,15 @@ def rejected_in_words(rejected: Mapping[str, int]) -> str:
 
 
 class Tally:
-    """Counts of rows in and of rows rejected, by reason, with a few examples of each."""
+    """Counts of rows in and of rows rejected, by reason, with some of each.
+
+    Attributes: rows: the first rejected rows of each reason, in order.
+    """
 
     def __init__(self) -> None:
         self.rows_in = 0
         self.rejected: Counter[str] = Counter()
+        self.rows: list[RejectedRow] = []
         self._examples: dict[str, list[str]] = {}
 
     @property
@@ -41,16 +47,36 @@ class Tally:
         """rows_in = rows_kept + the sum of rejected, by construction."""
         return self.rows_in - self.rejected.total()
 
-    def reject(self, rejected: Rejected, where: str) -> None:
-        """Count a row out. `where` is its file and line."""
+    def reject(self, rejected: Rejected, where: str, source: int = 0) -> None:
+        """Count a row out. `where` is its file and line, `source` the number of the file."""
         reason = rejected.reason
         if reason not in self.rejected and len(self.rejected) >= _MOST_REASONS:
             reason = reason.partition(":")[0]
         self.rejected[reason] += 1
-        examples = self._examples.setdefault(reason, [])
-        if len(examples) < _EXAMPLES:
-            detail = " ".join(rejected.detail.split())[:120]
-            examples.append(f"{where} ({detail})" if detail else where)
+        detail = " ".join(rejected.detail.split())
+        if self.rejected[reason] <= _EXAMPLES:
+            told = f"{where} ({detail[:120]})" if detail else where
+            self._examples.setdefault(reason, []).append(told)
+        if self.rejected[reason] <= _KEPT_ROWS:
+            line = int(where.rpartition(":")[2])
+            self.rows.append(
+                RejectedRow(
+                    source=source,
+                    line=line,
+                    reason=reason,
+                    detail=detail[:_LONGEST_DETAIL],
+                    text=rejected.text,
+                )
+            )
+
+    def lines(self) -> dict[str, list[str]]:
+        """Reason -> `<number of the file>:<line>` of its first rows."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            places = found.setdefault(row.reason, [])
+            if len(places) < _EXAMPLES:
+                places.append(f"{row.source}:{row.line}")
+        return found
 
     def check(self, max_share: float, rows: int) -> None:
         """Raises ConversationsInvalid when more than this share of all rows is rejected."""
