@@ -19,6 +19,9 @@ from eagle3.store import ObjectInfo, Store, sha256_of_file
 
 T = TypeVar("T")
 
+# Objects of one part of a listing: a part too many costs a request of a thousand.
+_PART = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
@@ -236,8 +239,15 @@ def check_objects(artifact: Artifact, remedy: str = "") -> None:
 
     Raises ManifestInvalid.
     """
-    for fault in object_faults(artifact, artifact.store.list(), remedy):
+    for fault in object_faults(artifact, listing_of(artifact), remedy):
         raise fault
+
+
+def listing_of(artifact: Artifact) -> list[ObjectInfo]:
+    """Every object below an artefact's prefix. Of many it knows the names, and so has them listed
+    in parts at the same time."""
+    paths = sorted(entry.path for entry in artifact.manifest.files)
+    return artifact.store.list(splits=paths[_PART::_PART])
 
 
 def object_faults(

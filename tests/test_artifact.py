@@ -333,7 +333,7 @@ def test_an_index_of_another_number_of_objects_is_refused(run):
 def test_the_gate_takes_a_hundred_thousand_objects_with_little_memory(run, monkeypatch):
     commit_many(run, 100_000)
     found = [ObjectInfo(path=f"hidden-{i:06d}.safetensors", bytes=1) for i in range(100_000)]
-    monkeypatch.setattr(Store, "list", lambda self: found)
+    monkeypatch.setattr(Store, "list", lambda self, splits: found)
     tracemalloc.start()
     assert gated(run, "extract").manifest.total_samples == 100_000
     _, peak = tracemalloc.get_traced_memory()

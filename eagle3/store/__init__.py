@@ -22,13 +22,13 @@ import os
 import posixpath
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3.errors import ConfigError, EnvironmentMisconfigured
-from eagle3.store import faults, local, parts
+from eagle3.store import faults, local, parts, s3_listing, s3_object
 from eagle3.store.urls import EXCLUSIVE_BY_BACKEND, open_client, split_url
 
 # The memory store, which checks and writes in two steps.
@@ -157,6 +157,8 @@ class Store:
     def size(self, path: str) -> int:
         """The object's size in bytes. Raises FileNotFoundError."""
         with self._translated(path):
+            if self.scheme in EXCLUSIVE_BY_BACKEND:
+                return s3_object.size(self._fs, self._path(path))
             info = self._fs.info(self._path(path))
             if info["type"] != "file":
                 raise FileNotFoundError(path)
@@ -170,37 +172,48 @@ class Store:
             return False
         return True
 
-    def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """Every object below a prefix, by path. Empty where there is none."""
-        with self._translated(prefix):
-            try:
-                found = self._fs.find(self._path(prefix), detail=True)
-            except FileNotFoundError:
-                return []
+    def list(self, prefix: str = "", *, splits: Sequence[str] = ()) -> list[ObjectInfo]:
+        """Every object below a prefix, by path. Empty where there is none.
+
+        Args: splits: some of the paths below the prefix, ascending, where a long listing may be
+            split into parts that are asked for at the same time.
+        """
+        try:
+            with self._translated(prefix):
+                found = self._sizes(prefix, splits)
+        except FileNotFoundError:
+            return []
+        infos = [ObjectInfo(path=path, bytes=size) for path, size in found if path]
+        infos.sort(key=lambda info: info.path)
+        return infos
+
+    def _sizes(self, prefix: str, splits: Sequence[str]) -> Sequence[tuple[str, int]]:
+        """(path below the store's own prefix, bytes) of every object. Raises FileNotFoundError."""
+        if self.scheme in EXCLUSIVE_BY_BACKEND:
+            below = f"{prefix}/" if prefix else ""
+            found = s3_listing.sizes(self._fs, self._path(prefix), splits)
+            return [(below + path, size) for path, size in found]
         start = len(self._fs._strip_protocol(self._root)) + 1
-        infos = (
-            ObjectInfo(path=self._fs._strip_protocol(name)[start:], bytes=int(info["size"]))
-            for name, info in found.items()
-        )
-        whole = (info for info in infos if info.path and not local.is_partial(info.path))
-        return sorted(whole, key=lambda info: info.path)
+        infos = self._fs.find(self._path(prefix), detail=True).items()
+        named = ((self._fs._strip_protocol(name)[start:], info) for name, info in infos)
+        return [(path, int(info["size"])) for path, info in named if not local.is_partial(path)]
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         """The names right below a prefix that objects lie under, by a listing of that level alone.
 
         A local disk, and some servers, name a folder from which all objects are gone too.
         """
-        with self._translated(prefix):
-            try:
+        try:
+            with self._translated(prefix):
                 found = self._fs.ls(self._path(prefix), detail=True)
-            except FileNotFoundError:
-                return ()
+        except FileNotFoundError:
+            return ()
         below = (info["name"] for info in found if info["type"] == "directory")
         return tuple(sorted(posixpath.basename(name.rstrip("/")) for name in below))
 
     def delete(self, path: str) -> None:
         """Remove one object; nothing happens when it is not there."""
-        with self._translated(path), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), self._translated(path):
             self._fs.rm_file(self._path(path))
 
     def tidy(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from eagle3.artifact import Artifact, again, find, object_faults
+from eagle3.artifact import Artifact, again, find, listing_of, object_faults
 from eagle3.errors import (
     ConfigError,
     Eagle3Error,
@@ -100,12 +100,13 @@ def look_at(store: Store) -> Outside:
 
     Raises what the artefact's own store raises when it does not answer.
     """
-    seen = Outside(listing=store.list())
+    seen = Outside()
     try:
         seen.artifact = find(store)
     except ManifestInvalid as error:
         seen.findings.append(error)
         return seen
+    seen.listing = store.list() if seen.artifact is None else listing_of(seen.artifact)
     if seen.artifact is None:
         seen.findings.append(_uncommitted(store, len(seen.listing)))
         return seen
