@@ -44,7 +44,7 @@ from eagle3.progress import Progress
 from eagle3.stages import Stage, stage_named
 from eagle3.store import Store, open_store
 from eagle3.upstream import cross_check, gate
-from eagle3.work import Work
+from eagle3.work import Work, new_run
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096
@@ -102,7 +102,7 @@ class StageRun:
                 f"{standing.store.url}: identity",
                 wanted=f"{identity[:16]}, that of these inputs and settings",
                 found=standing.manifest.identity[:16],
-                remedy="set them back, or give the new run a --store prefix of its own",
+                remedy=f"set them back, or begin a new run: {new_run(self.store.url)}",
             )
         return standing
 
