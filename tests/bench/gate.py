@@ -42,7 +42,7 @@ RESULT = Path("runs/bench/gate.json")
 NUM_OBJECTS = 100_000
 NUM_BLOCKS = 5
 PREFIX = "run/extract"
-_WRITERS = 8
+_WRITERS = 32
 _MEMORY = "/dev/shm"
 HEAVY = ("torch", "transformers", "vllm", "speculators")
 # As an empty process that imports the gate says it, so that nothing else is in it.
@@ -79,11 +79,14 @@ PEAKS = ("listing_peak_mb", "peak_mb")
 
 
 def make_objects(server: S3Server, count: int) -> tuple[FileEntry, ...]:
-    """Objects of one byte each under the prefix, and what a manifest says of them."""
+    """Objects without content under the prefix, and what a manifest says of them.
+
+    A listing tells of them what it tells of any, and a server keeps no data for them.
+    """
     entries = tuple(
         FileEntry(
             path=f"hidden-{number:06d}.safetensors",
-            bytes=1,
+            bytes=0,
             sha256=f"{number:064x}",
             samples=1,
             tokens=1,
@@ -100,15 +103,15 @@ def make_objects(server: S3Server, count: int) -> tuple[FileEntry, ...]:
 
 
 def put(server: S3Server, entries: Iterable[FileEntry]) -> bool:
-    """Put one byte under each path over one connection, since a client of its own is slow."""
+    """Put nothing under each path over one connection, since a client of its own is slow."""
     where = urlsplit(server.endpoint)
     signer = S3SigV4Auth(Credentials(server.key, server.secret), "s3", "us-east-1")
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 80)
     for entry in entries:
         path = f"/{BUCKET}/{PREFIX}/{entry.path}"
-        request = AWSRequest("PUT", f"{server.endpoint}{path}", data=b"1")
+        request = AWSRequest("PUT", f"{server.endpoint}{path}", data=b"")
         signer.add_auth(request)
-        connection.request("PUT", path, body=b"1", headers=dict(request.headers.items()))
+        connection.request("PUT", path, body=b"", headers=dict(request.headers.items()))
         response = connection.getresponse()
         response.read()
         assert response.status == 200, response.status
