@@ -3,12 +3,14 @@
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle3.errors import ConfigError, VerifierInvalid
+from eagle3.verifier import tokenizer as tokenizers
 from tests import test_verifier
 from tests.test_verifier import MAKERS, V, edit_json, opened, refusal
 
@@ -165,6 +167,21 @@ class TestB02RemoteCode:
         assert tokenizer.encode("a<think>b") == [97, 258, 98]
         assert verifier.stop_ids == (256,)
         assert verifier.required_ids == (256, 257, 258, 259)
+
+    def test_one_that_was_rebuilt_as_another_class_is_refused(
+        self, kimi: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Rebuilding:
+            @staticmethod
+            def from_pretrained(folder: Path, **options: Any) -> Any:
+                found = AutoTokenizer.from_pretrained(folder, **options)
+                found.__class__ = type("Rebuilt", (type(found),), {})
+                return found
+
+        monkeypatch.setattr(tokenizers, "AutoTokenizer", Rebuilding)
+        verifier = opened(make_slow(kimi), trust_remote_code=True)
+        with pytest.raises(VerifierInvalid, match=r"TinyTikToken, found Rebuilt"):
+            verifier.load_tokenizer()
 
     def test_one_that_splits_special_tokens_is_refused(self, kimi: Path) -> None:
         verifier = opened(make_slow(kimi, keeps_specials=False), trust_remote_code=True)
