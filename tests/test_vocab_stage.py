@@ -74,6 +74,7 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
     assert path.read_text() != before
 
 
+@pytest.mark.fault("B48")
 def test_the_mapping_is_of_the_supervised_tokens_of_the_training_rows(folder: Path) -> None:
     """B48: neither prompts nor held-out conversations are counted."""
     artifact = done(folder)
