@@ -24,6 +24,7 @@ SINGLE_NAME = "model.safetensors"
 _CHUNK = 64 * 2**20
 _HEADER_LIMIT = 100 * 2**20  # that of the safetensors library
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_WeightMap = Annotated[dict[str, str], msgspec.Meta(min_length=1)]
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -114,16 +115,16 @@ class Weights:
 
     def _read_index(self, names: set[str]) -> tuple[bytes, dict[str, str]]:
         where = f"{self._files.where}/{INDEX_NAME}"
-        weight_map = self._files.read_json(INDEX_NAME).get("weight_map")
-        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not files or not all(isinstance(name, str) for name in files):
-            other = "a map of other values" if weight_map else "an empty map"
+        told = self._files.read_json(INDEX_NAME).get("weight_map")
+        try:
+            weight_map: dict[str, str] = msgspec.convert(told, _WeightMap)
+        except msgspec.ValidationError as error:
             raise VerifierInvalid(
                 f"{where}: weight_map",
                 wanted="tensor name -> file",
-                found=other if isinstance(weight_map, dict) else type(weight_map).__name__,
+                found="an empty map" if told == {} else error,
                 remedy="download the index again",
-            )
+            ) from error
         # On the hub a file that is not listed here may still be there.
         absent = sorted(set(weight_map.values()) - names) if self._files.repo is None else []
         if absent:
