@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.
 
 SAVES = (
     "import signal, sys, time\n"
-    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(8), sys.exit(143)))\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(45), sys.exit(143)))\n"
     "print('at work', flush=True)\n"
     "time.sleep(600)"
 )
@@ -173,12 +173,15 @@ def test_a_drained_pod_is_told_of_while_it_saves(
     node = pod["spec"]["nodeName"]
     seen = lambda: operate.status(run, kubernetes)[0]  # noqa: E731
     drain = ("drain", node, "--ignore-daemonsets", "--force", "--delete-emptydir-data")
+    drain = (*drain, "--pod-selector=eagle3/stage=prepare", "--timeout=120s")
     try:
         with ThreadPoolExecutor() as beside:
-            drained = beside.submit(namespace.cluster.kubectl, *drain, "--timeout=120s")
-            waiting.until(lambda: bool(seen().what), "status tells of the drain", seconds=60)
-            found = seen()
-            hold_against_golden("drained", found, run, kubernetes)
+            drained = beside.submit(namespace.cluster.kubectl, *drain)
+            told = [seen()]
+            while "being stopped" not in told[-1].what:
+                assert len(told) < 60, told
+                told.append(seen())
+            hold_against_golden("drained", told[-1], run, kubernetes)
             drained.result()
         waiting.until(
             lambda: node not in seen().pods and seen().state == "running",
