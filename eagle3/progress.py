@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -30,6 +30,8 @@ from eagle3.errors import Eagle3Error
 from eagle3.store import Store
 
 _EVERY_SECONDS = 10.0
+# A process that loads an engine, or hangs, reports nothing; a unit of work takes less.
+SILENT_SECONDS = 300.0
 
 
 def host_name() -> str:
@@ -63,22 +65,45 @@ def read_progress(store: Store, stage: str) -> list[ProgressRecord]:
     return sorted(found, key=lambda record: record.index)
 
 
-def in_words(records: Sequence[ProgressRecord]) -> str:
-    """The reports of a stage's processes as one line, or an empty text where there are none.
+def in_words(records: Sequence[ProgressRecord], began: Mapping[int, float], now: float) -> str:
+    """The reports of a stage's processes as one line, or an empty text where there is nothing.
 
     Each of several workers counts what the others have finished too, so that the furthest one
-    tells how far the stage is, while their rates add up.
+    tells how far the stage is, while their rates add up. A report outlives its process: the rate
+    is of those alone that live and reported lately.
+
+    Args:
+        records: of every worker that ever was.
+        began: worker -> when its living process began, in seconds since 1970.
+        now: in seconds since 1970.
     """
+    own = [r for r in records if r.index in began and r.updated_at >= began[r.index]]
+    fresh = [record for record in own if now - record.updated_at <= SILENT_SECONDS]
+    silence = _silence(own, began, now)
     if not records:
-        return ""
-    furthest = max(records, key=lambda record: record.updated_at)
+        return silence
+    furthest = max(fresh or own or records, key=lambda record: record.updated_at)
     share = furthest.done / furthest.all if furthest.all else 1.0
-    rate = sum(record.rate for record in records if record.step == furthest.step)
     text = f"{furthest.step} {furthest.done} of {furthest.all} {furthest.unit} ({share:.0%})"
+    rate = sum(record.rate for record in fresh if record.step == furthest.step)
+    if began and not own:
+        text += " by an earlier pod"
     if rate and furthest.done < furthest.all:
         left = timedelta(seconds=round((furthest.all - furthest.done) / rate))
         text += f", {rate:.1f} {furthest.unit}/s, {left} left"
-    return text
+    return f"{text}; {silence}" if silence else text
+
+
+def _silence(own: Sequence[ProgressRecord], began: Mapping[int, float], now: float) -> str:
+    """Which living processes have not reported for long, and for how long."""
+    last = dict(began)
+    for record in own:
+        last[record.index] = max(last[record.index], record.updated_at)
+    ages = [now - heard for heard in last.values() if now - heard > SILENT_SECONDS]
+    if not ages:
+        return ""
+    who = "nothing heard" if len(began) == 1 else f"nothing heard of {len(ages)} of {len(began)}"
+    return f"{who} for {timedelta(seconds=round(max(ages)))}"
 
 
 class Progress:

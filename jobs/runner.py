@@ -12,6 +12,7 @@ import copy
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from eagle3.errors import (
     UpstreamMissing,
 )
 from eagle3.ordering import Act, JobRecord, JobRecords, JobState, decide
-from eagle3.progress import in_words, read_progress
+from eagle3.progress import read_progress
 from eagle3.stages import Stage
 from jobs.installed import InstalledRun, read_files
 from jobs.local import write_summary
@@ -43,6 +44,10 @@ class Runner:
 
     Args:
         tell: is given a line whenever something changed.
+
+    Attributes:
+        failure: why a stage failed, at the last look; the first of several.
+        going: whether a Job was at work then.
     """
 
     def __init__(self, run: InstalledRun, cluster: Cluster, tell: Callable[[str], None]) -> None:
@@ -50,7 +55,9 @@ class Runner:
         # Manifests never change: what was seen committed stays so.
         self._committed: set[str] = set()
         self._owner: Object | None = None
+        self._told: set[str] = set()
         self.failure: Eagle3Error | None = None
+        self.going = False
 
     def adopt(self) -> None:
         """Make the release's ConfigMap the owner of the run's own and of the runner's Job.
@@ -75,21 +82,29 @@ class Runner:
     def step(self) -> bool:
         """Look at every stage once, do what there is to do, and return whether all is committed.
 
-        A stage that failed is in `failure` afterwards. Raises UpstreamMissing where nothing can
-        go on, and what a gate finds wrong.
+        A stage that failed is in `failure` afterwards, until somebody lets it be tried again: what
+        else is at work goes on meanwhile. Raises UpstreamMissing where nothing can go on.
         """
         held_up: list[UpstreamMissing] = []
-        going = False
+        self.failure, self.going = None, False
         for stage in self._run.stages:
             if stage.name not in self._committed:
                 try:
-                    going |= self._step(stage)
+                    self.going |= self._step(stage)
                 except UpstreamMissing as error:
                     held_up.append(error)
         done = len(self._committed) == len(self._run.stages)
-        if not (done or going or self.failure):
+        if not (done or self.going or self.failure):
             raise held_up[0]
         return done
+
+    def _fail(self, error: Eagle3Error) -> bool:
+        """Keep why a stage failed, tell it once, and return that nothing of it is at work."""
+        self.failure = self.failure or error
+        if (text := str(error)) not in self._told:
+            self._told.add(text)
+            self._tell(f"runner: {text}")
+        return False
 
     def _step(self, stage: Stage) -> bool:
         """One stage; whether a Job of it is at work. Raises UpstreamMissing while it is held up."""
@@ -105,11 +120,13 @@ class Runner:
                 self._note_committed(stage, job)
                 return False
             case Act.MISS:
-                self.failure = records.vanished()
-                return False
+                return self._fail(records.vanished())
             case Act.MAKE:
                 self._refuse_early(stage)
-                gate_inputs(self._run.config, self._run.store, stage)
+                try:
+                    gate_inputs(self._run.config, self._run.store, stage)
+                except DataInvalid as error:
+                    return self._fail(error)
                 records.intend(ours)
                 job = self._make(stage)
         assert job is not None, "made, or seen"
@@ -146,7 +163,7 @@ class Runner:
             self._show_progress(stage, job)
             return True
         if state is JobState.COMPLETE:
-            self.failure = DataInvalid(
+            error: Eagle3Error = DataInvalid(
                 f"{stage.name}: job {name}",
                 wanted="a committed artefact when it ends",
                 found="none, though its pods ended with 0",
@@ -154,14 +171,15 @@ class Runner:
             )
         else:
             found = diagnose(job, self._cluster.pods(name))
-            self.failure = found.as_error(f"{stage.name}: job {name}")
-        self._cluster.tell(job, "StageFailed", str(self.failure), warning=True)
-        self._cluster.annotate(job, {"progress": f"failed: {self.failure}"[:500]})
-        return False
+            error = found.as_error(f"{stage.name}: job {name}")
+        self._cluster.tell(job, "StageFailed", str(error), warning=True)
+        self._cluster.annotate(job, {"progress": f"failed: {error}"[:500]})
+        return self._fail(error)
 
     def _show_progress(self, stage: Stage, job: Object) -> None:
         found = diagnose(job, self._cluster.pods(job["metadata"]["name"]), self._cluster.warnings())
-        words = found.sentence or in_words(read_progress(self._run.store, stage.name))
+        reports = read_progress(self._run.store, stage.name)
+        words = "; ".join(found.told(reports, time.time()))
         text = f"{found.state}: {words}" if words else found.state
         before = job["metadata"].get("annotations", {}).get("eagle3/progress")
         if text != before:
@@ -194,14 +212,15 @@ def order(
             if not adopted:
                 runner.adopt()
                 adopted = True
-            done = runner.step()
-            away = ""
+            done, away = runner.step(), ""
         except (ServiceUnavailable, TemporaryFailure) as error:
             if str(error) != away:
                 tell(f"runner: {error}")
             away = str(error)
-        if runner.failure:
-            raise runner.failure
+        else:
+            # What is at work may take days, and is not this failure's matter.
+            if runner.failure and not runner.going:
+                raise runner.failure
         if not done and stop_requested(poll_seconds):
             raise Stopped("runner", remedy="start it again; it goes on from what is in the store")
     if run.stages[-1].name == "evaluate":

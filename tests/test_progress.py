@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from eagle3 import progress as progresses
-from eagle3.progress import Progress
+from eagle3.progress import Progress, ProgressRecord, in_words
 from eagle3.store import Store, open_store
 
 
@@ -93,8 +93,57 @@ def test_a_step_that_fails_does_not_report_itself_as_done(run):
     assert not run.exists("progress/extract-0.json")
 
 
+def report(index: int, done: int, heard: float, rate: float = 10.0) -> ProgressRecord:
+    return ProgressRecord(
+        stage="extract",
+        index=index,
+        step="capture",
+        unit="rows",
+        done=done,
+        all=1000,
+        rate=rate,
+        seconds_left=None,
+        host="n1",
+        updated_at=heard,
+    )
+
+
+def test_the_rates_of_workers_that_live_add_up():
+    reports = [report(0, 500, 9990.0), report(1, 480, 9980.0)]
+    told = in_words(reports, {0: 100.0, 1: 100.0}, 10000.0)
+    assert told == "capture 500 of 1000 rows (50%), 20.0 rows/s, 0:00:25 left"
+
+
+def test_workers_that_are_gone_have_no_rate():
+    """Scaled from four to one: three reports lie there that nobody writes any more."""
+    reports = [report(index, 500 - index, 9990.0) for index in range(4)]
+    told = in_words(reports, {0: 100.0}, 10000.0)
+    assert told == "capture 500 of 1000 rows (50%), 10.0 rows/s, 0:00:50 left"
+
+
+def test_the_report_of_an_earlier_pod_is_no_sign_of_life():
+    """A pod that loads for an hour after a restart does not show the dead one's time left."""
+    told = in_words([report(0, 500, 5000.0)], {0: 6400.0}, 10000.0)
+    assert told == "capture 500 of 1000 rows (50%) by an earlier pod; nothing heard for 1:00:00"
+    just_begun = in_words([report(0, 500, 5000.0)], {0: 9990.0}, 10000.0)
+    assert just_begun == "capture 500 of 1000 rows (50%) by an earlier pod"
+
+
+def test_an_old_report_says_how_old_it_is():
+    told = in_words([report(0, 500, 6400.0)], {0: 100.0}, 10000.0)
+    assert told == "capture 500 of 1000 rows (50%); nothing heard for 1:00:00"
+    reports = [report(0, 500, 9990.0), report(1, 480, 2800.0)]
+    told = in_words(reports, {0: 100.0, 1: 100.0}, 10000.0)
+    assert told.endswith("10.0 rows/s, 0:00:50 left; nothing heard of 1 of 2 for 2:00:00")
+
+
+def test_a_pod_that_never_reported_is_told_of_after_a_while():
+    assert in_words([], {0: 9900.0}, 10000.0) == ""
+    assert in_words([], {0: 2800.0}, 10000.0) == "nothing heard for 2:00:00"
+
+
 GIVEN_UP = """
-from eagle3.progress import Progress
+from eagle3.progress import Progress, ProgressRecord, in_words
 from eagle3.store import open_store
 with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="rows") as progress:
     progress.advance()
@@ -103,7 +152,7 @@ with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="r
 """
 
 BAR = """
-from eagle3.progress import Progress
+from eagle3.progress import Progress, ProgressRecord, in_words
 from eagle3.store import open_store
 with Progress(open_store("memory://bar"), "extract", "capture", total=4, unit="rows") as progress:
     for _ in range(4):

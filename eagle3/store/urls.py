@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +18,10 @@ from eagle3.store import faults
 # s3fs sends If-None-Match for mode="create".
 EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
 _RETRIES = 6
+# Seconds that a person waits for one answer, before the store counts as out of reach.
+_HASTY_SECONDS = 4
+_HASTY_ATTEMPTS = 2
+_HASTY: ContextVar[bool] = ContextVar("_HASTY", default=False)
 # As fsspec joins URLs; a name that only holds two colons is none of these.
 _CHAINED = re.compile(r"^[a-z0-9]+::|::[a-z0-9]+://")
 _WHOLE_URLS = frozenset({"http", "https"})
@@ -62,13 +69,30 @@ def split_url(url: str) -> tuple[str, str]:
     return parts.scheme, f"{parts.scheme}://{rest}" if parts.scheme in _WHOLE_URLS else rest
 
 
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Clients that are opened meanwhile give up within seconds: for a person who looks on."""
+    before = _HASTY.set(True)
+    try:
+        yield
+    finally:
+        _HASTY.reset(before)
+
+
 def open_client(scheme: str) -> Any:
     """A client of its own for this process, with every cache off."""
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    if scheme in EXCLUSIVE_BY_BACKEND:
+    hurried = scheme in EXCLUSIVE_BY_BACKEND and _HASTY.get()
+    if hurried:
+        options["config_kwargs"] = {
+            "retries": {"mode": "standard", "max_attempts": 1},
+            "connect_timeout": _HASTY_SECONDS,
+            "read_timeout": _HASTY_SECONDS,
+        }
+    elif scheme in EXCLUSIVE_BY_BACKEND:
         options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": _RETRIES}}
     try:
-        return fsspec.filesystem(scheme, **options)
+        client = fsspec.filesystem(scheme, **options)
     except ImportError as error:
         raise EnvironmentMisconfigured(
             f"{scheme}://",
@@ -84,3 +108,7 @@ def open_client(scheme: str) -> Any:
             found=faults.first_line(error),
             remedy="use file:// or s3://",
         ) from error
+    if hurried:
+        # Beside botocore's own it has attempts of its own.
+        client.retries = _HASTY_ATTEMPTS
+    return client
