@@ -263,7 +263,7 @@ HARMS: dict[str, tuple[Harm, str]] = {
     "ids outside the vocabulary": (changed_row(input_ids=lambda t: put(t, 0, 512)), "below 512"),
     "an id below 0": (changed_row(input_ids=lambda t: put(t, 0, -1)), "below 512, found -1"),
     "a mask of another length": (changed_row(loss_mask=lambda t: t[1:]), "loss_mask"),
-    "a mask of 2": (changed_row(loss_mask=lambda t: put(t, 4, 2)), "of 0 and 1"),
+    "a mask of 2": (changed_row(loss_mask=lambda t: put(t, 4, 2)), "wanted a loss_mask of 0 and 1"),
     "a mask of fractions": (changed_row(loss_mask=lambda t: t.float()), "of integers"),
     "three layers": (changed_row(hidden_states=lambda layers: layers[:3]), "a list of 3"),
     "a layer of float16": (
