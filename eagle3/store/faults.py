@@ -10,7 +10,13 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    NoCredentialsError,
+)
+from botocore.parsers import ResponseParserError
 
 from eagle3.errors import (
     ConfigError,
@@ -23,6 +29,8 @@ from eagle3.errors import (
 
 _OF_A_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 _OF_AN_OLD_TOKEN = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+# What gives a role's credentials, and what it is called where it refuses one.
+_OF_A_ROLE = "AssumeRole"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -31,7 +39,8 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
     """Turn what a backend raises inside the block into errors of ours.
 
     FileExistsError passes, and so does FileNotFoundError unless `writing`: a write that finds
-    no place means that the bucket itself is not there.
+    no place means that the bucket itself is not there. Of S3 only an object that it names as
+    missing is FileNotFoundError: a 404 without its word is somebody else's.
     """
     try:
         yield
@@ -39,7 +48,7 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         _refuse_if_away(where, error.__cause__)
-        if not writing:
+        if not writing and _code_of(error) != "NoSuchBucket":
             raise
         raise ConfigError(
             where,
@@ -54,7 +63,9 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="correct the path",
         ) from error
-    except (PermissionError, NoCredentialsError) as error:
+    except (NoCredentialsError, CredentialRetrievalError) as error:
+        raise _without_credentials(where, error) from error
+    except PermissionError as error:
         raise _refused(where, error) from error
     except ValueError as error:
         # botocore's word for a URL that it cannot use; nothing else here raises it.
@@ -64,7 +75,7 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="correct the variable",
         ) from error
-    except (BotoCoreError, ClientError, OSError) as error:
+    except (BotoCoreError, ClientError, ResponseParserError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise EnvironmentMisconfigured(
                 where,
@@ -83,6 +94,8 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
 def _refused(where: str, error: BaseException) -> Eagle3Error:
     """What a store's "no" means: it looks the same for a wrong key, a wrong clock, an old token."""
     code, found = _code_of(error), first_line(error)
+    if _asked_for(error).startswith(_OF_A_ROLE):
+        return _without_credentials(where, error)
     if code in _OF_A_CLOCK:
         return EnvironmentMisconfigured(
             where,
@@ -105,14 +118,28 @@ def _refused(where: str, error: BaseException) -> Eagle3Error:
     )
 
 
+def _without_credentials(where: str, error: BaseException) -> Eagle3Error:
+    """Whoever hands out a machine's or a pod's identity may not be ready, or be asked too often."""
+    return TemporaryFailure(
+        where,
+        wanted="credentials, from the environment or from the machine's or pod's identity",
+        found=first_line(error),
+        remedy="try again; where there should be a key or a role, see that it is named rightly",
+    )
+
+
 def _refuse_if_away(where: str, cause: BaseException | None) -> None:
-    """A server that cannot be reached is told as a missing file by some backends."""
-    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+    """A server that cannot be reached is told as a missing file by some backends.
+
+    And so is, of S3, a 404 that does not say what is missing: of a proxy whose store is away.
+    """
+    elsewhere = isinstance(cause, ClientError) and not _code(cause).startswith("NoSuch")
+    if elsewhere or (isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)):
         raise ServiceUnavailable(
             where,
             wanted="an answer from the server",
             found=first_line(cause),
-            remedy="check the address, and try again",
+            remedy="check the address, and whether a proxy answers in its place; try again",
         ) from cause
 
 
@@ -138,7 +165,17 @@ def _is_upload_gone(error: OSError) -> bool:
 def _code_of(error: BaseException) -> str:
     """S3's own word for a refusal, which s3fs translates; empty where there is none."""
     cause = error.__cause__
-    return str(cause.response["Error"].get("Code")) if isinstance(cause, ClientError) else ""
+    return _code(cause) if isinstance(cause, ClientError) else ""
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response["Error"].get("Code"))
+
+
+def _asked_for(error: BaseException) -> str:
+    """The operation of AWS that was refused; empty where there is none."""
+    cause = error.__cause__
+    return str(cause.operation_name) if isinstance(cause, ClientError) else ""
 
 
 def is_range_past_end(error: OSError) -> bool:
