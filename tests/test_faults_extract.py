@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import fsspec
 import pytest
 import torch
 
 from eagle3.capture import CapturedRow, check_states
 from eagle3.errors import CaptureInvalid
+from jobs.process import run_stage
+from tests.upstreams import CONFIG
 
 IDS = [5, 3, 8, 1]
 
@@ -20,3 +25,15 @@ def test_b108_the_state_of_a_generated_token_is_never_taken_for_one_of_the_promp
     answered = torch.cat([ids, torch.tensor([7])])
     with pytest.raises(CaptureInvalid, match="the 4 ids that were sent"):
         check_states(CapturedRow(answered, states), IDS, num_layers=4, hidden_size=16)
+
+
+def test_b101_a_store_that_cannot_keep_what_is_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    fsspec.register_implementation("forgetful", "tests.test_store.Forgetful", clobber=True)
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--store", "forgetful://run"]
+    begun: list[str] = []
+    assert run_stage("prepare", lambda run: begun.append(run.store.url) or "", arguments) == 78
+    assert begun == []
+    assert "only one of two writers" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from tests.s3_server import BUCKET, S3Server
 
 # Of one object, by bytes or a file that are finished; a listing; and what sends no request.
 WHOLE = {"cat_file", "pipe_file", "put_file", "get_file", "info", "find", "ls", "rm_file"}
-OF_ONE_REQUEST = {"call_s3", "split_path", "_strip_protocol"}
+OF_ONE_REQUEST = {"call_s3", "split_path", "_strip_protocol", "connect", "session", "retries"}
 
 
 def asked_of_backends() -> Iterator[tuple[str, str]]:
@@ -60,7 +60,8 @@ def test_b29_b30_a_process_that_fails_after_a_large_write_ends_at_once(url: str)
     code = """
         import sys
         from eagle3.store import open_store
-        open_store(sys.argv[1]).write_bytes("large", bytes(60_000_000))
+        store = open_store(sys.argv[1])
+        store.write_bytes("large", bytes(60_000_000))
         raise RuntimeError("a fault of ours")
     """
     command = [sys.executable, "-c", textwrap.dedent(code), url]
@@ -68,6 +69,25 @@ def test_b29_b30_a_process_that_fails_after_a_large_write_ends_at_once(url: str)
     assert done.returncode == 1
     assert "a fault of ours" in done.stderr
     assert open_store(url).size("large") == 60_000_000
+
+
+@pytest.mark.slow
+def test_b32_what_another_pod_adds_to_a_level_is_there_at_once(url: str) -> None:
+    store = open_store(url)
+    store.write_bytes("one/a", b"1")
+    assert store.folders() == ("one",)
+    open_store(url).write_bytes("two/a", b"1")
+    assert store.folders() == ("one", "two")
+
+
+@pytest.mark.slow
+def test_b34_other_credentials_are_those_of_the_next_client(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_store(url).write_bytes("a", b"1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0" * 40)
+    with pytest.raises(PermissionRefused):
+        open_store(url).read_bytes("a")
 
 
 @contextlib.contextmanager
