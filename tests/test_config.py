@@ -96,6 +96,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(raw, field, hint):
         ("regenerate__temperature", float("inf")),
     ],
 )
+@pytest.mark.fault("B90")
 def test_a_value_of_the_wrong_type_or_range_is_refused_by_its_field(name, value):
     error = refusal(with_fields(**{name: value}))
     assert error.field == name.replace("__", ".")
