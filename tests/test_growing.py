@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eagle3.config import PrepareConfig
 from eagle3.conversations import Converter, FormOfFile, Kept, RawRow, Renderer
-from eagle3.conversations.growing import growing, turn_texts
+from eagle3.conversations.growing import growing, turn_parts
 from tests import chat_tokenizers as chats
 
 STATEFUL = """\
@@ -85,18 +85,31 @@ def test_all_turns_at_once_are_the_turns_one_by_one(name: str, said: list[tuple[
         for pair in said
         for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
-    answers = list(range(1, len(messages), 2))
-    found = turn_texts(lambda one: render(messages, one), template, answers)
-    assert found == [
-        (render(messages[:at], LOCAL[name], True), render(messages[: at + 1], LOCAL[name]))
-        for at in answers
-    ]
+    parts = turn_parts(lambda one: render(messages, one), template, len(messages))
+    assert parts is not None
+    for at in range(1, len(messages) + 1):
+        so_far = "".join(said for said, _, _ in parts[:at])
+        assert so_far + parts[at - 1][1] == render(messages[:at], LOCAL[name])
+        assert so_far + parts[at - 1][2] == render(messages[:at], LOCAL[name], True)
 
 
 def test_a_text_that_looks_like_our_marks_is_rendered_turn_by_turn() -> None:
     template = growing(chats.CHATML)
     assert template is not None
-    assert turn_texts(lambda _: "a\x00turn\x00b", template, [1, 3]) is None
+    assert turn_parts(lambda _: "a\x00turn\x00b", template, 3) is None
+
+
+def test_a_template_that_is_not_what_it_was_proven_to_be_is_rendered_turn_by_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = chats.slow_tokenizer()
+    assert isinstance(tokenizer.eos_token_id, int)
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    monkeypatch.setattr(renderer, "_growing", growing(chats.USERS_ONLY + "x"))
+    script = renderer.script(said, None)
+    assert script.parts is None
+    assert script.text == tokenizer.apply_chat_template(said, tokenize=False)
 
 
 def test_rows_are_the_same_however_they_were_rendered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from eagle3.conversations.records import (
     read_rejected,
     read_row_records,
 )
-from eagle3.conversations.rendering import Renderer, RowBuilder
+from eagle3.conversations.rendering import Renderer
+from eagle3.conversations.row_builder import RowBuilder
 from eagle3.conversations.shown import Stretch, bracketed, stretches
 from eagle3.conversations.tally import rejected_in_words
 

@@ -14,7 +14,8 @@ from eagle3.config import PrepareConfig
 from eagle3.conversations import messages as parsing
 from eagle3.conversations.messages import Conversation, Message, Rejected, role_map
 from eagle3.conversations.reading import RawRow
-from eagle3.conversations.rendering import Renderer, RowBuilder, Script
+from eagle3.conversations.rendering import Renderer, Script
+from eagle3.conversations.row_builder import RowBuilder
 from eagle3.conversations.split import conversation_id, is_heldout
 from eagle3.errors import ConversationsInvalid
 

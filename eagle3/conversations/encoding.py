@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +37,7 @@ class Encoder:
         self._cut_ids = {text: i for i, text in found.items()}
         texts = sorted(self._cut_ids, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._batches = self._find_batches()
         self._pieces: dict[str, list[int]] = {}
         self._text = ""
         self._ids: list[int] = []
@@ -53,8 +55,8 @@ class Encoder:
     def ids(self, text: str) -> list[int]:
         """The ids of a text, equal to those of encoding it whole."""
         if self._text and text.startswith(self._text):
-            return [*self._ids, *self._encode_pieces(text[len(self._text) :])]
-        return self._encode_pieces(text)
+            return [*self._ids, *self.pieces(text[len(self._text) :])]
+        return self.pieces(text)
 
     def know(self, text: str, start: int, ids: list[int]) -> None:
         """Learn the ids of a text's beginning, for texts that continue it.
@@ -63,16 +65,41 @@ class Encoder:
             start: where the answer begins in the text.
             ids: of the text to the end of the answer; the last of them is its stop token.
         """
-        token = self._cuts.get(ids[-1])
-        end = text.find(token, start) if token is not None else -1
-        if token is not None and end >= 0:
-            self._text, self._ids = text[: end + len(token)], ids
+        end = self.end_of(text, ids[-1], start)
+        if end is not None:
+            self._text, self._ids = text[:end], ids
 
-    def _encode_pieces(self, text: str) -> list[int]:
-        if self._cut is None:
-            return self._encode(text)
+    def end_of(self, text: str, token_id: int, start: int) -> int | None:
+        """Where a token ends that is first met after `start`, if a text may be cut there."""
+        token = self._cuts.get(token_id)
+        at = text.find(token, start) if token is not None else -1
+        return None if token is None or at < 0 else at + len(token)
+
+    def split(self, text: str, start: int) -> tuple[list[int], list[int]] | None:
+        """(ids to `start`, ids from there) of a text, both of a text that begins at a cut.
+
+        None where the ids of the text to `start` alone are others.
+        """
+        parts = self._parts(text[:start])
+        last = parts[-1]
+        ends = self._piece(last) if last else []
+        before = [*self._ids_of(parts[:-1]), *ends]
+        rest = self.pieces(text[start - len(last) :])
+        if rest[: len(ends)] != ends:
+            return None
+        return before, rest[len(ends) :]
+
+    def pieces(self, text: str) -> list[int]:
+        """The ids of a text that begins where another was cut."""
+        return self._ids_of(self._parts(text))
+
+    def _parts(self, text: str) -> list[str]:
+        """Pieces, and between them tokens at which the text may be cut."""
+        return self._cut.split(text) if self._cut is not None else [text]
+
+    def _ids_of(self, parts: list[str]) -> list[int]:
         ids: list[int] = []
-        for at, piece in enumerate(self._cut.split(text)):
+        for at, piece in enumerate(parts):
             if at % 2:
                 ids.append(self._cut_ids[piece])
             elif piece:
@@ -94,16 +121,19 @@ class Encoder:
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
         # One in Python gains nothing by a batch, and may have an `encode` of its own alone.
-        if not self._tokenizer.is_fast:
+        if self._batches is None:
             return [self._encode(text) for text in texts]
-        ids: list[list[int]] = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
-        return ids
+        return [found.ids for found in self._batches(texts, add_special_tokens=False)]
+
+    def _find_batches(self) -> Any:
+        """The library's call that leaves offsets out, where it gives what `encode` gives."""
+        if not self._tokenizer.is_fast:
+            return None
+        # Asking for one text also turns padding and truncation off, which files may bring.
+        wanted = [self._encode(text) for text in (*_PREFIXES, *_SUFFIXES)]
+        batches = self._tokenizer.backend_tokenizer.encode_batch_fast
+        found = [one.ids for one in batches([*_PREFIXES, *_SUFFIXES], add_special_tokens=False)]
+        return batches if found == wanted else None
 
     def _provably_cut(self, token_id: int, added: list[str]) -> str | None:
         """The token's text when whatever stands beside it is encoded as if it stood alone."""

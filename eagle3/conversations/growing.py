@@ -35,59 +35,65 @@ _REFUSED = (
     nodes.DerivedContextReference,
 )
 
-Render = Callable[[Any], str]
-
 
 def growing(template: str) -> nodes.Template | None:
     """The template that renders all turns at once, or None where that is not proven to be right.
 
-    `turn_texts` makes it render. Where it was proven, it is what a call of the loop's end after
-    each message would give.
+    `turn_parts` makes it render.
     """
     try:
-        parsed = [_parse(template) for _ in range(3)]
+        tree = _parse(template)
     except TemplateSyntaxError:
         # A tag that only the tokenizer's own environment knows.
         return None
-    tree, without, prompted = parsed
     at = _loop(tree.body)
     if at is None or not _is_local(tree, at):
         return None
-    loop = tree.body[at]
-    assert isinstance(loop, nodes.For), "_loop finds one"
-    for tail, prompt in ((without.body[at + 1 :], False), (prompted.body[at + 1 :], True)):
-        loop.body.append(_mark(tree))
-        loop.body.extend(_with_prompt(node, prompt) for node in tail)
-    loop.body.append(_mark(tree))
-    del tree.body[at + 1 :]
+    if _asked(tree.body[at]) == {"first"}:
+        # To ask a loop costs a sandbox more than all else: the first message has a loop of its own.
+        loops = [_marked(template, at, first=True), _marked(template, at, first=False)]
+    else:
+        loops = [_marked(template, at)]
+    tree.body[at:] = loops
     return tree
 
 
-def turn_texts(
-    render: Render, template: nodes.Template, answers: Sequence[int]
-) -> list[tuple[str, str]] | None:
-    """(prompt, whole) of each answer, as rendering each history by itself would give.
+def turn_parts(
+    render: Callable[[nodes.Template], str], template: nodes.Template, num_messages: int
+) -> list[tuple[str, str, str]] | None:
+    """Of each message: its text, and what follows it without and with a generation prompt.
 
-    Args:
-        render: renders a conversation to its last answer by a template.
-        answers: places of the answers among its messages.
+    A history's render is the texts of its messages and what follows the last of them.
+
+    Args: render: renders a conversation of so many messages by a template.
 
     None where a text of the conversation looks like our marks.
     """
     parts = render(template).split(_MARK)
-    if len(parts) != 3 * (answers[-1] + 1) + 1:
+    if len(parts) != 3 * num_messages + 1:
         return None
-    said: list[str] = []
-    texts = []
-    wanted = frozenset(answers)
-    prompt = ""
-    for place in range(answers[-1] + 1):
-        text, without, prompted = parts[3 * place : 3 * place + 3]
-        if place in wanted:
-            texts.append((prompt, "".join([*said, text, without])))
-        said.append(text)
-        prompt = "".join([*said, prompted]) if place + 1 in wanted else ""
-    return texts
+    return list(zip(parts[:-1:3], parts[1::3], parts[2::3], strict=True))
+
+
+def _marked(template: str, at: int, *, first: bool | None = None) -> nodes.For:
+    """The loop with what follows it inside, twice; `first` settles which messages it is for."""
+    tree, without, prompted = (_parse(template) for _ in range(3))
+    loop = tree.body[at]
+    assert isinstance(loop, nodes.For), "_loop finds one"
+    if first is not None:
+        for node in loop.body:
+            _settle_first(node, first)
+        ends = (None, nodes.Const(1)) if first else (nodes.Const(1), None)
+        messages = nodes.Name(_MESSAGES, "load")
+        loop.iter = nodes.Getitem(messages, nodes.Slice(*ends, None), "load")
+        assert tree.environment is not None, "the parser gives it its own"
+        loop.set_environment(tree.environment)
+        loop.set_lineno(1)
+    for tail, prompt in ((without.body[at + 1 :], False), (prompted.body[at + 1 :], True)):
+        loop.body.append(_mark(tree))
+        loop.body.extend(_with_prompt(node, prompt) for node in tail)
+    loop.body.append(_mark(tree))
+    return loop
 
 
 def _parse(template: str) -> nodes.Template:
@@ -130,7 +136,7 @@ def _is_local(tree: nodes.Template, at: int) -> bool:
         and not assigned
         and not read_after & (stored | {"loop"})
         and _sees_first_only(tree, loop)
-        and all(_looks_back(node) for node in loop.body)
+        and _asked(loop) <= _BACKWARD
     )
 
 
@@ -150,39 +156,47 @@ def _sees_first_only(tree: nodes.Template, loop: nodes.For) -> bool:
     return all(id(name) in allowed for name in _names([tree]) if name.name == _MESSAGES)
 
 
-def _looks_back(node: nodes.Node, *, nested: bool = False) -> bool:
-    """Whether a part of the loop asks it for nothing that is to come."""
-    if isinstance(node, nodes.For):
-        inner = [*node.body, *node.else_, *([node.test] if node.test else [])]
-        return _looks_back(node.iter, nested=nested) and all(
-            _looks_back(part, nested=True) for part in inner
-        )
-    if isinstance(node, nodes.Name) and node.name == "loop" and not nested:
-        return False
-    if _is_loop(node) and not nested:
-        asked = node.attr if isinstance(node, nodes.Getattr) else None
-        return asked in _BACKWARD
-    return all(_looks_back(child, nested=nested) for child in node.iter_child_nodes())
+def _asked(loop: nodes.Node) -> set[str]:
+    """What the loop's body asks the loop for; an empty word where it hands the loop on."""
+    assert isinstance(loop, nodes.For), "_loop finds one"
+    own = [one for part in loop.body for one in _of_this_loop(part)]
+    asked = [one.attr for one in own if isinstance(one, nodes.Getattr) and _is_loop(one.node)]
+    return {*asked, *([""] if sum(map(_is_loop, own)) != len(asked) else [])}
+
+
+def _of_this_loop(node: nodes.Node) -> Iterator[nodes.Node]:
+    """A part of a loop and all below, but for loops in it, where `loop` is another one."""
+    yield node
+    for child in [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes():
+        yield from _of_this_loop(child)
 
 
 def _is_loop(node: nodes.Node) -> bool:
-    return (
-        isinstance(node, nodes.Getattr)
-        and isinstance(node.node, nodes.Name)
-        and node.node.name == "loop"
-    )
+    return isinstance(node, nodes.Name) and node.name == "loop"
+
+
+def _settle_first(node: nodes.Node, first: bool) -> None:
+    """Whether it is the first message is known in a loop that holds no other, or all others."""
+    own = {id(one) for one in _of_this_loop(node)}
+    for child, field, holder in _places(node):
+        if isinstance(child, nodes.Getattr) and id(child) in own and _is_loop(child.node):
+            _replace(child, field, holder, first)
 
 
 def _with_prompt(node: nodes.Node, prompt: bool) -> nodes.Node:
     """A part after the loop in which it is settled whether a generation prompt is wanted."""
     for name, field, holder in _places(node):
         if isinstance(name, nodes.Name) and name.name == _PROMPT:
-            settled = nodes.Const(prompt, lineno=name.lineno, environment=name.environment)
-            if isinstance(field, str):
-                setattr(holder, field, settled)
-            else:
-                holder[field] = settled
+            _replace(name, field, holder, prompt)
     return node
+
+
+def _replace(node: nodes.Node, field: str | int, holder: Any, value: bool) -> None:
+    settled = nodes.Const(value, lineno=node.lineno, environment=node.environment)
+    if isinstance(field, str):
+        setattr(holder, field, settled)
+    else:
+        holder[field] = settled
 
 
 def _places(node: nodes.Node) -> Iterator[tuple[Any, str | int, Any]]:

@@ -176,6 +176,8 @@ def _message(raw: Any, roles: Mapping[str, str]) -> Message:
     if role is None:
         raise Rejected(f"unknown_role:{name[:_LONGEST_NAME]}", name)
     message: Message = {"role": role, "content": _text(_one_of(raw, "content", "value"))}
+    if len(raw) == 2:
+        return message
     for key in _KEPT_TEXTS:
         if isinstance(raw.get(key), str):
             message[key] = raw[key]

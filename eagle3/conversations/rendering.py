@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.conversations.encoding import Encoder
-from eagle3.conversations.growing import growing, turn_texts
+from eagle3.conversations.growing import growing, turn_parts
 from eagle3.conversations.messages import REASONING, Message, Rejected
 from eagle3.conversations.tool_calls import find_tool_style
 from eagle3.errors import VerifierInvalid
@@ -37,6 +37,7 @@ _REFUSALS = (
 )
 # How templates are told to prompt without reasoning. Most know none of these.
 _SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
+_PROVEN_EACH = 16  # One conversation in so many is rendered in both ways.
 _PROBE_USER: Message = {"role": "user", "content": "probe question"}
 Tools = list[dict[str, Any]] | None
 
@@ -45,12 +46,15 @@ Tools = list[dict[str, Any]] | None
 class Script:
     """A conversation to its last answer, whose texts have been checked.
 
-    Attributes: text: its render.
+    Attributes:
+        text: its render.
+        parts: as `eagle3.conversations.growing` gives them, where the template is such a one.
     """
 
     messages: Sequence[Message]
     tools: Tools
     text: str
+    parts: list[tuple[str, str, str]] | None
 
 
 class Renderer:
@@ -74,7 +78,9 @@ class Renderer:
         self._marks = frozenset(prompt) & (special | set(tokenizer.added_tokens_decoder))
         self._encoder = Encoder(tokenizer, self._stops | self._marks)
         template = tokenizer.chat_template
-        self._growing = growing(template) if isinstance(template, str) else None
+        one_prompt = isinstance(template, str) and len(self._switches) == 1
+        self._growing = growing(template) if one_prompt else None
+        self._rendered = 0
         self._control = _literals(tokenizer, special | self._marks)
         self._control_in_answer = _literals(tokenizer, self._marks & special | self._stops)
         self._tool_style = find_tool_style(
@@ -90,7 +96,10 @@ class Renderer:
 
     def script(self, messages: Sequence[Message], tools: Tools) -> Script:
         """A conversation that ends with an answer, rendered and checked. Raises Rejected."""
-        return Script(messages=messages, tools=tools, text=self.check_texts(messages, tools))
+        parts = self._parts(messages, tools)
+        text = _whole(parts) if parts else self._render(messages, tools, prompt=False)
+        self._check_texts(messages, tools, text)
+        return Script(messages=messages, tools=tools, text=text, parts=parts)
 
     def learn(self, texts: Iterable[str]) -> None:
         """Encode at once what the turns of these renders will need."""
@@ -106,13 +115,43 @@ class Renderer:
         Raises Rejected.
         """
         answers = [at for at, message in enumerate(script.messages) if _is_answer(message)]
-        at_once = self._turns_at_once(script, answers)
-        for number, place in enumerate(answers):
-            if at_once is not None:
-                texts = at_once[number]
-            else:
-                texts = self._turn_texts(script.messages[: place + 1], script.tools)
+        if script.parts is not None:
+            yield from self._grown_turns(script.messages, script.parts, answers)
+            return
+        for place in answers:
+            texts = self._turn_texts(script.messages[: place + 1], script.tools)
             yield self._turn_ids(*texts, script.messages[place])
+
+    def _grown_turns(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[tuple[str, str, str]],
+        answers: Sequence[int],
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """The same where every history begins with the one before: only what is new is encoded."""
+        known: list[int] = []
+        pending, at = "", 0
+        for place in answers:
+            pending = "".join([pending, *(said for said, _, _ in parts[at:place])])
+            start = pending + parts[place - 1][2]
+            history = pending + parts[place][0]
+            text = history + parts[place][1]
+            prompt, answer = self._split(start, text, messages[place])
+            prompt = known + prompt
+            yield prompt, answer
+            at, pending = place + 1, history
+            end = self._encoder.end_of(text, answer[-1], len(start))
+            if end is not None and end <= len(history):
+                known, pending = prompt + answer, history[end:]
+
+    def _split(self, start: str, text: str, said: Message) -> tuple[list[int], list[int]]:
+        """(prompt, answer) of texts that begin where a history was cut."""
+        found = self._encoder.split(text, len(start)) if text.startswith(start) else None
+        if found is None or not found[0]:
+            raise Rejected("prompt_not_a_prefix", "the render with the answer begins otherwise")
+        prompt, answer = found[0], self._answer(found[1])
+        _check_said(said, text, len(start))
+        return prompt, answer
 
     def _turn_ids(
         self, starts: Sequence[str], text: str, said: Message
@@ -134,50 +173,49 @@ class Renderer:
         )
         return list(starts), self._render(messages, tools, prompt=False)
 
-    def _turns_at_once(
-        self, script: Script, answers: Sequence[int]
-    ) -> list[tuple[list[str], str]] | None:
-        """The same of every answer, where the template gives them by one render."""
+    def _parts(
+        self, messages: Sequence[Message], tools: Tools
+    ) -> list[tuple[str, str, str]] | None:
+        """The render in parts, where the template only ever adds to what it said."""
         template = self._growing
-        if template is None or len(answers) < 2:
+        if template is None:
             return None
-        spelt = [self._for_template(message) for message in script.messages]
-        found = []
-        for switch in self._switches:
+        spelt = [self._for_template(message) for message in messages]
 
-            def render(template: Any, switch: dict[str, Any] = switch) -> str:
-                return self._render_as_is(
-                    spelt, script.tools, prompt=False, chat_template=template, **switch
-                )
+        def render(template: Any) -> str:
+            return self._render_as_is(spelt, tools, prompt=False, chat_template=template)
 
-            try:
-                texts = turn_texts(render, template, answers)
-            except Rejected:
-                # What follows the loop may refuse a message that no history ends with.
-                return None
-            if texts is None:
-                return None
-            found.append(texts)
-        wholes = [whole for _, whole in found[self._switches.index({})]]
-        # The proof of it on this very conversation.
-        if wholes[-1] != script.text:
+        try:
+            parts = turn_parts(render, template, len(messages))
+        except Rejected:
+            # What follows the loop may refuse a message that no history ends with.
             return None
-        prompts = zip(*([prompt for prompt, _ in texts] for texts in found), strict=True)
-        return [(list(starts), whole) for starts, whole in zip(prompts, wholes, strict=True)]
+        self._rendered += 1
+        if parts is None or self._rendered % _PROVEN_EACH != 1:
+            return parts
+        # The proof of it, on conversations of this very data.
+        if self._render_as_is(spelt, tools, prompt=False) == _whole(parts):
+            return parts
+        self._growing = None
+        return None
 
-    def check_texts(self, messages: Sequence[Message], tools: Tools) -> str:
-        """No message may forge a turn, and none may vanish. Returns the render; raises Rejected.
+    def check_texts(self, messages: Sequence[Message], tools: Tools) -> None:
+        """No message may forge a turn, and none may vanish. Raises Rejected.
 
         A special token that is spelt out in a text would become the token itself. In an answer
         only those count that mark turns or end them: others may be the verifier's own speech.
         """
+        self._check_texts(messages, tools, self._render(messages, tools, prompt=False))
+
+    def _check_texts(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
         if tools and self._control.search(_as_json(tools)):
             raise Rejected("control_token", "in the tools")
         for message in messages:
             pattern = self._control_in_answer if _is_answer(message) else self._control
-            if found := pattern.search(_as_json(message)):
+            # A message of a role and a content has nothing else to look through.
+            texts = message["content"] if len(message) == 2 else _as_json(message)
+            if found := pattern.search(texts):
                 raise Rejected("control_token", f"{found[0]} in a {message['role']} message")
-        text = self._render(messages, tools, prompt=False)
         start = 0
         for message in messages:
             wanted = message["content"].strip()
@@ -188,7 +226,6 @@ class Renderer:
                 at = text.find(wanted) if message["role"] == "system" else 0
             if at < 0:
                 raise Rejected("template_drops_turn", f"a {message['role']} message is lost")
-        return text
 
     def _answer(self, tail: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(tail) if token in self._stops), None)
@@ -286,41 +323,6 @@ class Renderer:
         return ids
 
 
-class RowBuilder:
-    """Turns of one conversation as token rows.
-
-    Turns share a row as long as the next prompt begins with exactly the ids so far; a new row
-    starts where it does not, as when a template drops earlier reasoning. So every row is what
-    the verifier would have seen.
-
-    Args: max_tokens: longest row; None is no limit.
-    """
-
-    def __init__(self, max_tokens: int | None = None) -> None:
-        self._max_tokens = max_tokens
-        self._rows: list[tuple[list[int], list[int]]] = []
-
-    def add_turn(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bool:
-        """Add a prompt (the whole history) and its answer; only the answer is supervised.
-
-        Returns False, and changes nothing, where the row would become too long.
-        """
-        total = len(prompt_ids) + len(answer_ids)
-        if self._max_tokens is not None and total > self._max_tokens:
-            return False
-        ids, mask = self._rows[-1] if self._rows else ([], [])
-        if not self._rows or list(prompt_ids[: len(ids)]) != ids:
-            ids, mask = [], []
-            self._rows.append((ids, mask))
-        mask.extend([0] * (len(prompt_ids) - len(ids)) + [1] * len(answer_ids))
-        ids.extend([*prompt_ids[len(ids) :], *answer_ids])
-        return True
-
-    def rows(self) -> list[tuple[list[int], list[int]]]:
-        """(input_ids, loss_mask) of each row, in the order of the turns."""
-        return self._rows
-
-
 def _check_said(message: Message, text: str, start: int) -> None:
     """An answer's own render holds its reasoning and what it says. Raises Rejected."""
     thought, _, rest = message["content"].rpartition("</think>")
@@ -328,6 +330,10 @@ def _check_said(message: Message, text: str, start: int) -> None:
     for kind, part in (("reasoning", thought), ("answer", rest)):
         if text.find(part.strip(), start) < 0:
             raise Rejected(f"template_drops_{kind}", part[:80])
+
+
+def _whole(parts: Sequence[tuple[str, str, str]]) -> str:
+    return "".join([*(said for said, _, _ in parts), parts[-1][1]])
 
 
 def _is_answer(message: Message) -> bool:

@@ -1,6 +1,7 @@
 """Rows to shards against the bare tokenizer: `make bench-prepare`, into runs/bench/prepare.json.
 
-Both get the same conversations of the demonstration and the same cores. The bare tokenizer is
+Both get the same conversations of the demonstration and the same one core, since each worker of
+prepare is such a process. The bare tokenizer is
 handed finished texts, each conversation rendered once, in one batch: the least that anybody who
 tokenises them must do. Ours reads the lines, finds every turn's prompt and answer, checks them,
 and writes shards, lines and counts to a file store. They take turns on the same
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark, print its result and write it; or one size, for its memory."""
     if argv:
         return measured_size(Path(argv[0]), int(argv[1]))
+    # Before the tokenizer makes a thread for each core.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     write_inputs(INPUTS)
     tokenizer = AutoTokenizer.from_pretrained(INPUTS / VERIFIER_NAME)
     lines = fitting(tokenizer)
@@ -145,7 +147,10 @@ def measured_size(data: Path, num_rows: int) -> int:
     tokenizer = AutoTokenizer.from_pretrained(INPUTS / VERIFIER_NAME)
     with tempfile.TemporaryDirectory() as store:
         prepared(tokenizer, data, Path(store), num_rows)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000)
+    # Not getrusage, whose figure begins with that of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    print(int(peak.split()[1]) * 1024 / 1e6)
     return 0
 
 
