@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
+from fsspec.asyn import sync_wrapper
 from s3fs import S3FileSystem
+from s3fs.errors import translate_boto_error
 
 from eagle3 import artifact as artifacts
 from eagle3.errors import ConfigError, ServiceUnavailable, TemporaryFailure
@@ -100,6 +103,7 @@ def requests_sent(monkeypatch):
         return await whole(self, method, *args, **kwargs)
 
     monkeypatch.setattr(S3FileSystem, "_call_s3", counted)
+    monkeypatch.setattr(S3FileSystem, "call_s3", sync_wrapper(counted))
     return sent
 
 
@@ -131,6 +135,21 @@ class TestSomebodyElsesNotFound:
             with pytest.raises(ServiceUnavailable, match="there for the next"):
                 open_store("s3://bucket/run").exists("a")
 
+    def test_of_the_look_before_a_reading_is_none_either(self, url, monkeypatch):
+        store = open_store(url)
+        store.write_bytes("data_config.json", b"{}")
+        whole = S3FileSystem._call_s3
+
+        async def astray(self, method, *args, **kwargs):
+            if method == "head_object":
+                answer = {"Error": {"Code": "404", "Message": "Not Found"}}
+                raise translate_boto_error(ClientError(answer, method))
+            return await whole(self, method, *args, **kwargs)
+
+        monkeypatch.setattr(S3FileSystem, "_call_s3", astray)
+        with pytest.raises(ServiceUnavailable, match="there for the next"):
+            artifacts.find(store)
+
 
 class TestTheStoresOwn:
     def test_a_missing_object_is_missing_by_one_request_more(self, url, requests_sent):
@@ -139,15 +158,16 @@ class TestTheStoresOwn:
         assert requests_sent == ["head_object", "get_object"]
         requests_sent.clear()
         assert artifacts.find(store) is None
-        assert requests_sent == ["get_object"]
+        assert requests_sent == ["head_object", "list_objects_v2", "get_object"]
 
-    def test_an_object_that_is_there_costs_one(self, url, requests_sent):
+    def test_an_object_that_is_there_costs_no_more_than_it_did(self, url, requests_sent):
         store = open_store(url)
         store.write_bytes("a", b"123")
         requests_sent.clear()
         assert store.size("a") == 3
+        assert requests_sent == ["head_object"]
         assert store.read_bytes("a") == b"123"
-        assert requests_sent == ["head_object", "get_object"]
+        assert requests_sent == ["head_object", "head_object", "get_object"]
 
     @pytest.mark.parametrize("call", ["read_bytes", "exists", "list"])
     def test_a_bucket_that_is_not_there_is_no_missing_object(self, s3_environment, call):

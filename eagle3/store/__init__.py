@@ -86,7 +86,13 @@ class Store:
     def read_bytes(self, path: str) -> bytes:
         """The whole object. Raises FileNotFoundError."""
         with self._translated(path):
-            data: bytes = self._fs.cat_file(self._path(path))
+            try:
+                data: bytes = self._fs.cat_file(self._path(path))
+            except FileNotFoundError as error:
+                # s3fs looks by a HEAD before it reads, and tells of that.
+                if self.scheme in EXCLUSIVE_BY_BACKEND and error.__cause__ is None:
+                    s3_object.prove_missing(self._fs, self._path(path))
+                raise
             return data
 
     def read_range(self, path: str, start: int, end: int) -> bytes:

@@ -7,7 +7,7 @@ names its reason in a body, and the answer to a HEAD has none.
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import Any, NoReturn
 
 
 def size(client: Any, path: str) -> int:
@@ -22,5 +22,10 @@ def size(client: Any, path: str) -> int:
     try:
         return int(client.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])
     except FileNotFoundError:
-        client.cat_file(path, start=0, end=1)
-    raise OSError(errno.EAGAIN, f"{key} was not there for one request and there for the next")
+        prove_missing(client, path)
+
+
+def prove_missing(client: Any, path: str) -> NoReturn:
+    """Ask once more by a GET for an object that was not found by a HEAD. Raises as `size`."""
+    client.cat_file(path, start=0, end=1)
+    raise OSError(errno.EAGAIN, f"{path} was not there for one request and there for the next")
