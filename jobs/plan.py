@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -36,8 +37,6 @@ from eagle3.store import Store, open_store
 from eagle3.work import Work
 from jobs.local import chosen_stages
 from jobs.process import input_urls
-
-_GB = 1e9
 
 
 def show(plan: RunPlan, console: Console) -> None:
@@ -246,4 +245,4 @@ def _table(plan: RunPlan) -> Table:
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / _GB:,.2f} GB"
+    return decimal(round(num_bytes))

@@ -318,7 +318,7 @@ def test_a_person_reads_tables_and_a_program_json(folder, store, capsys):
     out = capsys.readouterr().out
     assert "cached" in out
     assert "Rows and tokens: counted by extract." in out
-    assert "GB a GPU" in out
+    assert "of activations on each" in out
     assert cli.main(["plan", "--config", str(path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["stages"][0]["stage"] == "prepare"
