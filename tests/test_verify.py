@@ -20,7 +20,7 @@ from eagle3 import artifact as artifacts
 from eagle3.manifest import MANIFEST_NAME, FileEntry, sealed
 from eagle3.shards import Sample, ShardReader, encode_samples, header_sha256_of
 from eagle3.store import open_store
-from eagle3.vocab import COUNTS_NAME
+from eagle3.vocab import COUNTS_NAME, Mapping, mapping_sha256
 from jobs import cli, extract, prepare, regenerate, verify, vocab
 from tests.conftest import ROOT
 from tests.damaged import EVERY_KIND, damage_and_verify
@@ -147,13 +147,16 @@ def lines_of_other_rows(run: Path) -> None:
 
 
 def another_mapping(run: Path) -> None:
-    """Whole by every invariant, and not the one that the counts give."""
+    """Whole by every invariant and its hash, and not the one that the counts give."""
     tensors = load_file(run / "vocab" / "mapping.safetensors")
     t2d = tensors["t2d"]
     unused = (~t2d).nonzero().flatten()[-1]
     t2d[t2d.nonzero().flatten()[-1]], t2d[unused] = False, True
     d2t = t2d.nonzero().flatten() - torch.arange(int(t2d.sum()))
-    recommit(run, "vocab", "mapping.safetensors", save({"t2d": t2d, "d2t": d2t}))
+    facts = msgspec.json.decode((run / "vocab" / MANIFEST_NAME).read_bytes())["facts"]
+    facts["mapping_sha256"] = mapping_sha256(Mapping(t2d=t2d, d2t=d2t))
+    tensors = save({"t2d": t2d, "d2t": d2t})
+    recommit(run, "vocab", "mapping.safetensors", tensors, facts=facts)
 
 
 def a_tensor_of_zeros(run: Path) -> None:
@@ -172,7 +175,7 @@ WRONG: dict[Callable[[Path], None], tuple[str, str]] = {
     not_finite: ("extract", "finite hidden states"),
     a_wrong_count: ("prepare", "as counted again"),
     lines_of_other_rows: ("prepare", "a line for each row of rows-000000.safetensors"),
-    another_mapping: ("vocab", "mapping"),
+    another_mapping: ("vocab", "the tokens that its rows give, found 2 others"),
     a_tensor_of_zeros: ("verifier", "finite numbers, not all of them zero"),
     another_tokenizer: ("verifier", "tokenizer.fingerprint"),
 }
