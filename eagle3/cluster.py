@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,32 @@ class Cluster:
         """The pods of a Job, by name."""
         return self._list(f"{_CORE}/pods", f"batch.kubernetes.io/job-name={job}")
 
+    def log(
+        self, pod: str, container: str, *, follow: bool = False, since: str = ""
+    ) -> Iterator[str]:
+        """The lines that a container wrote, each after its moment and a blank.
+
+        Args:
+            follow: until the container ends or the connection breaks, as they are written.
+            since: a moment as it stands before a line; what was written earlier is left out.
+
+        Raises UpstreamMissing where the pod is gone.
+        """
+        query = [("container", container), ("timestamps", "true")]
+        query += [("follow", "true")] * follow + [("sinceTime", since)] * bool(since)
+        # Nobody knows when the next line comes.
+        patience = (_TIMEOUT[0], None) if follow else _TIMEOUT
+        path = f"{_CORE}/pods/{pod}/log"
+        try:
+            answer = self._answer("GET", path, query=query, accept="*/*", timeout=patience)
+            with contextlib.closing(answer.response):
+                for line in answer.response:
+                    yield line.decode(errors="replace").rstrip("\n")
+        except FileNotFoundError as error:
+            raise _gone(path, self.namespace) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _no_answer(_told(path), error) from error
+
     def warnings(self) -> list[Object]:
         """The namespace's events of the type Warning, by name."""
         return self._list(f"{_CORE}/events", fields="type=Warning")
@@ -123,22 +149,24 @@ class Cluster:
         if any(standing.get(key) != value for key, value in wanted.items()):
             self.patch_job(job["metadata"]["name"], {"metadata": {"annotations": wanted}})
 
-    def delete_job(self, job: Object) -> None:
+    def delete_job(self, job: Object, *, foreground: bool = False) -> None:
         """Delete exactly this Job and its pods; one that is gone already is no error.
 
         Another Job that has taken its name is left alone.
+
+        Args:
+            foreground: keep the Job until its pods have ended.
         """
-        metadata = job["metadata"]
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
+        metadata, policy = job["metadata"], "Foreground" if foreground else "Background"
+        body = {"propagationPolicy": policy, "preconditions": {"uid": metadata["uid"]}}
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self._call("DELETE", f"{_JOBS}/{metadata['name']}", body=body)
 
     def wait_until_gone(self, job: Object, seconds: float = 120.0) -> None:
         """Wait until a deleted Job's name is free. Raises TemporaryFailure when it takes longer."""
-        name, deadline = job["metadata"]["name"], time.monotonic() + seconds
-        while (standing := self.job(name)) and standing["metadata"]["uid"] == job["metadata"][
-            "uid"
-        ]:
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        deadline = time.monotonic() + seconds
+        while (standing := self.job(name)) and standing["metadata"]["uid"] == uid:
             if time.monotonic() > deadline:
                 raise TemporaryFailure(
                     f"job {name}",
@@ -193,14 +221,14 @@ class Cluster:
         try:
             return self._call("PATCH", path, body=change, kind="application/merge-patch+json")
         except FileNotFoundError as error:
-            raise UpstreamMissing(
-                _told(path),
-                wanted=f"one in the namespace {self.namespace}",
-                found="none",
-                remedy="see `kubectl get jobs,configmaps`",
-            ) from error
+            raise _gone(path, self.namespace) from error
 
-    def _call(
+    def _call(self, method: str, path: str, **arguments: Any) -> Object:
+        """The answer to one request, which `_answer` makes, read to its end."""
+        found: Object = json.loads(self._answer(method, path, **arguments).data)
+        return found
+
+    def _answer(
         self,
         method: str,
         path: str,
@@ -208,29 +236,32 @@ class Cluster:
         body: Object | None = None,
         query: Sequence[tuple[str, str]] = (),
         kind: str = "application/json",
-    ) -> Object:
+        accept: str = "application/json",
+        timeout: tuple[float, float | None] | None = None,
+    ) -> Any:
         """One request. The client's own methods would turn bodies into its model of the API.
 
-        Raises FileNotFoundError for a 404 and FileExistsError for a 409.
+        With a timeout of its own a good answer is left to be read. Raises FileNotFoundError for a
+        404 and FileExistsError for a 409.
         """
         where = _told(path)
         request = self.api.param_serialize(
             method,
             path.format(namespace=self.namespace),
             query_params=list(query),
-            header_params={"Accept": "application/json", "Content-Type": kind},
+            header_params={"Accept": accept, "Content-Type": kind},
             body=body,
             auth_settings=["BearerToken"],
         )
         try:
-            response = self.api.call_api(*request, _request_timeout=_TIMEOUT)
-            data = response.read()
+            response = self.api.call_api(*request, _request_timeout=timeout or _TIMEOUT)
+            if not ((good := 200 <= response.status < 300) and timeout):
+                response.read()
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as error:
             raise _no_answer(where, error) from error
-        if not 200 <= response.status < 300:
-            raise _refusal(where, response.status, _message(data or b"", response.reason))
-        found: Object = json.loads(data)
-        return found
+        if not good:
+            raise _refusal(where, response.status, _message(response.data or b"", response.reason))
+        return response
 
 
 def open_cluster(namespace: str | None = None, context: str | None = None) -> Cluster:
@@ -260,6 +291,15 @@ def open_cluster(namespace: str | None = None, context: str | None = None) -> Cl
         ) from error
     chosen = next((found for found in contexts if found["name"] == context), active)
     return Cluster(api, namespace or chosen["context"].get("namespace", "default"))
+
+
+def _gone(path: str, namespace: str) -> UpstreamMissing:
+    return UpstreamMissing(
+        _told(path),
+        wanted=f"one in the namespace {namespace}",
+        found="none",
+        remedy="see `kubectl get jobs,pods,configmaps`",
+    )
 
 
 def _no_answer(where: str, error: Exception) -> ServiceUnavailable:

@@ -73,6 +73,10 @@ class JobRecords:
         """The Job that was known to be there. Raises ManifestInvalid."""
         return self._read(_MADE)
 
+    def known(self) -> bool:
+        """Whether either record stands here, damaged ones too."""
+        return any(self._store.exists(name) for name in (_INTENDED, _MADE))
+
     def expect(self, ours: JobRecord) -> None:
         """Raises IdentityConflict where the Job of another run is recorded here."""
         standing = self._read(_INTENDED)
@@ -101,6 +105,11 @@ class JobRecords:
         for name in (_MADE, _INTENDED):
             if self._store.exists(name):
                 self._store.delete(name)
+
+    def cancel(self) -> None:
+        """Delete the record that the Job is there, so that one that is gone is made again."""
+        if self._store.exists(_MADE):
+            self._store.delete(_MADE)
 
     def vanished(self) -> UpstreamMissing:
         """The error of a Job that was there and is not."""

@@ -19,7 +19,7 @@ from eagle3.store import faults
 EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
 _RETRIES = 6
 # Seconds that a person waits for one answer, before the store counts as out of reach.
-_HASTY_SECONDS = 4
+_HASTY_SECONDS = 3
 _HASTY_ATTEMPTS = 2
 _HASTY: ContextVar[bool] = ContextVar("_HASTY", default=False)
 # As fsspec joins URLs; a name that only holds two colons is none of these.
@@ -85,7 +85,7 @@ def open_client(scheme: str) -> Any:
     hurried = scheme in EXCLUSIVE_BY_BACKEND and _HASTY.get()
     if hurried:
         options["config_kwargs"] = {
-            "retries": {"mode": "standard", "max_attempts": 1},
+            "retries": {"mode": "standard", "total_max_attempts": 1},
             "connect_timeout": _HASTY_SECONDS,
             "read_timeout": _HASTY_SECONDS,
         }

@@ -47,7 +47,7 @@ def _application() -> typer.Typer:
     application.command()(local.config)
     for name, command in artifacts.COMMANDS.items():
         application.command(name, rich_help_panel="Artefacts")(command)
-    for command in (cluster.status, cluster.submit, cluster.scale, cluster.retry):
+    for command in cluster.COMMANDS:
         application.command(rich_help_panel="In a cluster")(command)
     return application
 

@@ -11,6 +11,7 @@ from eagle3.cluster import Cluster, open_cluster
 from jobs import operate
 from jobs.cli.options import Context, Namespace, RunName, RunOption, refuse_no_stage, tell
 from jobs.installed import InstalledRun, read_cluster
+from jobs.operate.seen import RUNNER
 from jobs.process import guarded
 from jobs.runner import order
 
@@ -61,8 +62,37 @@ def retry(
     return 0
 
 
+def cancel(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
+    """Stop a run: its runner and what is at work. What is finished stays."""
+    cluster, found = _in_cluster(run, namespace, context)
+    operate.cancel(found, cluster, tell)
+    return 0
+
+
+def logs(
+    stage: Annotated[str, typer.Argument(help="a stage, or runner")],
+    run: RunOption,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="until its Job ends")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> int:
+    """Show what a stage's pods write, all of its workers."""
+    if stage != RUNNER:
+        refuse_no_stage("stage", stage)
+    cluster, found = _in_cluster(run, namespace, context)
+    try:
+        operate.logs(found, cluster, stage, tell, follow=follow)
+    except KeyboardInterrupt:
+        # The usual end of following.
+        return 130
+    return 0
+
+
 def _in_cluster(
     run: str, namespace: str | None, context: str | None
 ) -> tuple[Cluster, InstalledRun]:
     cluster = open_cluster(namespace, context)
     return cluster, read_cluster(cluster, run)
+
+
+COMMANDS = (status, submit, logs, scale, retry, cancel)

@@ -1,4 +1,4 @@
-"""What a person does to a run in a cluster: look at it, give a stage more workers, try one again.
+"""What a person does to a run in a cluster: look at it, stop it, scale a stage, try one again.
 
 A run is named by its ConfigMap, as `kubectl get configmaps -l app.kubernetes.io/name=eagle3` shows
 it. Everything works from a laptop with a kubeconfig; where the laptop cannot reach the run's
@@ -7,15 +7,23 @@ store, status says what the Jobs alone tell.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from eagle3.cluster import Cluster, Object
 from eagle3.diagnosis import job_state
-from eagle3.errors import ConfigError, UpstreamMissing
+from eagle3.errors import ConfigError, EnvironmentMisconfigured, UpstreamMissing
 from eagle3.ordering import JobRecords, JobState
 from eagle3.stages import stage_named
+from eagle3.store.urls import hasty
 from jobs.installed import InstalledRun
-from jobs.operate.seen import RUNNER, StageStatus, committed, show, status
+from jobs.operate.following import logs
+from jobs.operate.seen import NO_STORE, RUNNER, StageStatus, committed, show, status
 
-__all__ = ["StageStatus", "restart_runner", "retry", "scale", "show", "status"]
+__all__ = ["StageStatus", "cancel", "logs", "restart_runner", "retry", "scale", "show", "status"]
+
+# Seconds that a pod may take beyond its grace.
+_PATIENCE = 60.0
 
 
 def scale(run: InstalledRun, cluster: Cluster, stage: str, workers: int) -> str:
@@ -51,7 +59,8 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
     """Let a stage be tried again: its ended Job and the records of it go, its work stays.
 
     Raises ConfigError while its Job is at work or its artefact is committed, TemporaryFailure
-    where the old Job does not go.
+    where the old Job does not go, EnvironmentMisconfigured where the store that is seen from here
+    knows nothing of the Job.
     """
     name = run.job_name(stage)
     job = cluster.job(name)
@@ -63,11 +72,20 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
             found="a committed artefact" if done else f"job {name}, still at work",
             remedy="leave it" if done else f"delete it first: kubectl delete job {name}",
         )
+    records = JobRecords(run.store, stage_named(stage))
     if job is not None:
+        # The same URL is another store where another endpoint or other keys are used.
+        if not records.known():
+            raise EnvironmentMisconfigured(
+                f"retry {stage}: {run.store.url}",
+                wanted=f"the record of job {name}, which whoever made it left there",
+                found="none",
+                remedy="use the run's own AWS_ENDPOINT_URL and credentials; nothing was deleted",
+            )
         cluster.delete_job(job)
         # An orderer that looks meanwhile must not take the old Job for the new one.
         cluster.wait_until_gone(job)
-    JobRecords(run.store, stage_named(stage)).forget()
+    records.forget()
     return f"{stage}: may be tried again"
 
 
@@ -80,6 +98,9 @@ def restart_runner(run: InstalledRun, cluster: Cluster) -> str:
     job = cluster.job(name)
     if job is None:
         return "runner: none in the cluster; `eagle3 submit` orders the run from here"
+    if job["spec"].get("suspend"):
+        cluster.patch_job(name, {"spec": {"suspend": False}})
+        return "runner: goes on"
     if job_state(job) is JobState.ACTIVE:
         return "runner: at work"
     body = _as_created(job)
@@ -87,6 +108,60 @@ def restart_runner(run: InstalledRun, cluster: Cluster) -> str:
     cluster.wait_until_gone(job)
     cluster.create_job(body)
     return "runner: started again"
+
+
+def cancel(run: InstalledRun, cluster: Cluster, tell: Callable[[str], None]) -> None:
+    """Stop a run: suspend its runner, and delete the Jobs that are at work once they have saved.
+
+    What is committed and what is finished stays, and so do Jobs that have ended. The run is as if
+    these Jobs had never been made: `retry` of one of them lets the runner go on, and `submit`
+    orders the run from elsewhere.
+
+    Args:
+        tell: is given a line for each thing that was stopped, and one for what stays.
+
+    Raises TemporaryFailure where pods do not end within their grace, as on a node that is lost.
+    """
+    _suspend_runner(run, cluster, tell)
+    stopped: list[tuple[str, Object]] = []
+    for stage in run.stages:
+        job = cluster.job(run.job_name(stage.name))
+        if job is None or job_state(job) is not JobState.ACTIVE:
+            continue
+        try:
+            # Before the Job goes: one that vanished is told from one that was meant to go.
+            with hasty():
+                JobRecords(run.store, stage).cancel()
+        except NO_STORE as error:
+            tell(f"{stage.name}: {error} It goes on after `eagle3 retry {stage.name}` only.")
+        cluster.delete_job(job, foreground=True)
+        tell(f"{stage.name}: is being stopped, its pods save what is finished")
+        stopped.append((stage.name, job))
+    for name, job in stopped:
+        grace = job["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30)
+        cluster.wait_until_gone(job, grace + _PATIENCE)
+        tell(f"{name}: stopped")
+    again = f"`eagle3 retry {stopped[0][0]} --run {run.name}` or " if stopped else ""
+    tell(
+        f"what is committed or finished stays in {run.store.url}; "
+        f"{again}`eagle3 submit {run.name}` goes on"
+    )
+
+
+def _suspend_runner(run: InstalledRun, cluster: Cluster, tell: Callable[[str], None]) -> None:
+    """Nothing may order the run any more, before its Jobs go."""
+    name = f"{run.name}-{RUNNER}"
+    job = cluster.job(name)
+    if job is None or job_state(job) is not JobState.ACTIVE:
+        return
+    cluster.patch_job(name, {"spec": {"suspend": True}})
+    deadline = time.monotonic() + _PATIENCE
+    while cluster.pods(name):
+        if time.monotonic() > deadline:
+            tell(f"{RUNNER}: its pod has not ended yet; see `eagle3 status {run.name}`")
+            return
+        time.sleep(0.5)
+    tell(f"{RUNNER}: suspended")
 
 
 def _as_created(job: Object) -> Object:

@@ -32,7 +32,7 @@ from jobs.process import input_urls
 
 RUNNER = "runner"
 # What a laptop finds where it cannot use the run's store.
-_NO_STORE = (ServiceUnavailable, PermissionRefused, EnvironmentMisconfigured, ConfigError)
+NO_STORE = (ServiceUnavailable, PermissionRefused, EnvironmentMisconfigured, ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _stage(look: _Look, stage: Stage) -> StageStatus:
             return _with_store(look, stage, job, seen)
         except ManifestInvalid as error:
             return StageStatus(stage=stage.name, state="failed", what=str(error))
-        except _NO_STORE as error:
+        except NO_STORE as error:
             look.away = error
     if job is None or seen is None:
         what = f"the store cannot be used from here: {look.away.found}"
