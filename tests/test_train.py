@@ -42,6 +42,7 @@ from eagle3.store import Store
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
 from jobs import train
+from jobs.process import records_of_ranks
 from tests.tiny_verifiers import make_llama
 from tests.trainable import (
     artifact_at,
@@ -332,6 +333,46 @@ class TestSeveralProcesses:
             "os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)"
         )
         assert launch(2, ["-c", script]) == wanted
+
+    @pytest.mark.parametrize(
+        ("first", "code", "kept"),
+        [("sys.exit(65)", 65, "rank 1"), ("os.kill(os.getpid(), 9)", 75, "")],
+    )
+    def test_the_last_words_are_those_of_the_process_that_failed_first(
+        self, tmp_path: Path, first: str, code: int, kept: str
+    ) -> None:
+        """The other one fails a moment later of its being away, and has its own words."""
+        leave = "open(f'{folder}/{rank}.json', 'w').write(f'\"rank {rank}\"')"
+        script = (
+            "import os, sys, time; rank = int(os.environ['RANK'])\n"
+            "folder = os.environ['EAGLE3_RANK_RECORDS']\n"
+            f"here = {str(tmp_path)!r}\n"
+            "while rank == 0 and not os.path.exists(here + '/went'): time.sleep(0.001)\n"
+            f"if rank == 0 or {bool(kept)}: {leave}\n"
+            "open(here + '/went', 'w').close()\n"
+            f"sys.exit(1) if rank == 0 else {first}"
+        )
+        records = tmp_path / "records"
+        records.mkdir()
+        log = tmp_path / "last-words"
+        log.touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EAGLE3_TERMINATION_LOG", str(log))
+            with records_of_ranks(records):
+                assert launch(2, ["-c", script], records) == code
+        assert log.read_text() == (f'"{kept}"' if kept else "")
+
+    def test_a_drained_process_has_as_long_as_the_launcher_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "570")
+        seen: list[Any] = []
+        monkeypatch.setattr(
+            "eagle3.draft.launch.elastic_launch",
+            lambda config, *_: seen.append(config) or (lambda *_: None),
+        )
+        assert launch(2, []) == 0
+        assert seen[0].shutdown_timeout == 570
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)

@@ -11,10 +11,11 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from eagle3.errors import Stopped, TemporaryFailure
@@ -25,11 +26,15 @@ def num_processes(wanted: int | None) -> int:
     return wanted or max(torch.accelerator.device_count(), 1)
 
 
-def launch(processes: int, arguments: Sequence[str]) -> int:
+def launch(processes: int, arguments: Sequence[str], records: Path | None = None) -> int:
     """Run this Python so many times with these arguments, and wait for all.
 
-    Each is told its RANK, LOCAL_RANK and WORLD_SIZE. SIGTERM is passed on, with 30 seconds to
-    save. Where one fails the others are ended.
+    Each is told its RANK, LOCAL_RANK and WORLD_SIZE. SIGTERM is passed on, with as many seconds to
+    save as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says (30). Where one fails the others are ended.
+
+    Args:
+        records: a folder in which each process leaves its last words as `<rank>.json`; those of
+            the first that failed, where there are any, are `first.json` there afterwards.
 
     Returns 0, or the exit code of the first that failed.
     """
@@ -46,9 +51,34 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
+        rank, first = _first_of(error, records)
+        _keep(records, rank)
         # A negative code is a signal's number: killed, by the kernel for want of memory or so.
         return first.exitcode if first.exitcode > 0 else TemporaryFailure.exit_code
     except SignalException as error:
+        _keep(records, 0)
         return Stopped.exit_code if error.sigval == signal.SIGTERM else 128 + error.sigval
     return 0
+
+
+def _first_of(error: ChildFailedError, records: Path | None) -> tuple[int, ProcessFailure]:
+    """The process that failed by itself: the others soon fail too, of its being away.
+
+    The launcher's own clock has seconds. One that was killed left no record and is the cause of
+    those that did; else the earliest record tells.
+    """
+    killed = [found for found in error.failures.items() if found[1].exitcode < 0]
+    if killed or records is None:
+        return killed[0] if killed else error.get_first_failure()
+    told = [
+        (file.stat().st_mtime_ns, rank)
+        for rank in error.failures
+        if (file := records / f"{rank}.json").is_file()
+    ]
+    rank = min(told)[1] if told else error.get_first_failure()[0]
+    return rank, error.failures[rank]
+
+
+def _keep(records: Path | None, rank: int) -> None:
+    if records is not None and (file := records / f"{rank}.json").is_file():
+        file.rename(records / "first.json")

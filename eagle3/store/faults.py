@@ -77,7 +77,9 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
         ) from error
     except (BotoCoreError, ClientError, ResponseParserError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            raise EnvironmentMisconfigured(
+            # A full disk may be emptied, and the next try of a pod may stand on another node's.
+            kind = EnvironmentMisconfigured if error.errno == errno.EROFS else TemporaryFailure
+            raise kind(
                 where,
                 wanted="room to write",
                 found=first_line(error),
