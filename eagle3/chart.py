@@ -159,6 +159,15 @@ class TolerationValues(_Values, frozen=True, kw_only=True):
     toleration_seconds: int | UnsetType = UNSET
 
 
+class PodSecurityValues(_Values, frozen=True, kw_only=True):
+    """Whom a pod runs as; nobody is root."""
+
+    run_as_user: Annotated[int, msgspec.Meta(ge=1)] | UnsetType = UNSET
+    run_as_group: Natural | UnsetType = UNSET
+    fs_group: Natural | UnsetType = UNSET
+    supplemental_groups: list[Natural] | UnsetType = UNSET
+
+
 class StageValues(_Values, frozen=True, kw_only=True):
     """The size and the limits of a stage's Job."""
 
@@ -200,6 +209,7 @@ class RunnerValues(_Values, frozen=True, kw_only=True):
     cpu: Cpu
     memory: Memory
     poll_seconds: Seconds
+    node_selector: Labels
 
 
 class PortValues(_Values, frozen=True, kw_only=True):
@@ -221,6 +231,7 @@ class NetworkPolicyValues(_Values, frozen=True, kw_only=True):
     """What the pods may reach besides DNS and public HTTPS."""
 
     enabled: bool
+    public_https: bool
     extra_egress: list[EgressValues]
 
 
@@ -243,12 +254,18 @@ class ChartValues(_Values, frozen=True, kw_only=True):
     gpu: GpuValues
     tolerations: list[TolerationValues]
     priority_class_name: Name | UnsetType = UNSET
+    runtime_class_name: Name | UnsetType = UNSET
+    pod_labels: Labels
+    pod_annotations: Labels
+    pod_security_context: PodSecurityValues
     queue_name: Name | UnsetType = UNSET
     stages: StagesValues
     ttl_seconds: Natural | UnsetType = UNSET
     runner: RunnerValues
     network_policy: NetworkPolicyValues
     only: list[StageName] | UnsetType = UNSET
+    # What Helm hands to every chart of a chart; nothing here reads it.
+    global_: dict[str, Any] | UnsetType = msgspec.field(name="global", default=UNSET)
 
 
 def values_schema() -> dict[str, Any]:

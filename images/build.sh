@@ -11,6 +11,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 version="$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
 revision="${EAGLE3_GIT_COMMIT:-$(git -c safe.directory='*' rev-parse HEAD 2>/dev/null || echo unknown)}"
+# Every manifest records it: a commit that was not what ran must not be named as if it were.
+if [ -n "$(git -c safe.directory='*' status --porcelain --untracked-files=normal 2>/dev/null)" ]; then
+  revision+=-dirty
+fi
 
 die() {
   printf 'images: %s\n' "$1" >&2

@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from eagle3 import artifact as artifacts
-from eagle3.cluster import Cluster, Object, open_cluster
+from eagle3.cluster import ANNOTATIONS, Cluster, Object, open_cluster
 from eagle3.diagnosis import diagnose, job_state
 from eagle3.errors import (
     DataInvalid,
     Eagle3Error,
+    PermissionRefused,
     ServiceUnavailable,
     Stopped,
     TemporaryFailure,
@@ -75,9 +76,13 @@ class Runner:
             "uid": found["metadata"]["uid"],
         }
         owned = {"metadata": {"ownerReferences": [self._owner]}}
-        self._cluster.patch_config_map(self._run.name, owned)
-        if self._cluster.job(f"{self._run.name}-runner"):
-            self._cluster.patch_job(f"{self._run.name}-runner", owned)
+        try:
+            self._cluster.patch_config_map(self._run.name, owned)
+            if self._cluster.job(f"{self._run.name}-runner"):
+                self._cluster.patch_job(f"{self._run.name}-runner", owned)
+        except PermissionRefused as error:
+            # Some clusters let only those who may delete an object give it an owner.
+            self._tell(f"runner: {error} `helm uninstall` will leave {self._run.name} standing.")
 
     def step(self) -> bool:
         """Look at every stage once, do what there is to do, and return whether all is committed.
@@ -180,10 +185,11 @@ class Runner:
         found = diagnose(job, self._cluster.pods(job["metadata"]["name"]), self._cluster.warnings())
         reports = read_progress(self._run.store, stage.name)
         words = "; ".join(found.told(reports, time.time()))
-        text = f"{found.state}: {words}" if words else found.state
+        # As much as is kept, or a long sentence would differ from itself at each look.
+        text = (f"{found.state}: {words}" if words else found.state)[:500]
         before = job["metadata"].get("annotations", {}).get("eagle3/progress")
         if text != before:
-            self._cluster.annotate(job, {"progress": text[:500]})
+            self._cluster.annotate(job, {"progress": text})
             self._tell(f"{stage.name}: {text}")
 
     def _note_committed(self, stage: Stage, job: Object | None) -> None:
@@ -194,6 +200,9 @@ class Runner:
         if job is not None:
             self._cluster.annotate(job, {"progress": f"committed as {digest}"})
             self._cluster.tell(job, "StageCommitted", f"{stage.name} is committed as {digest}")
+            if seconds := job["metadata"].get("annotations", {}).get(f"{ANNOTATIONS}/ttl-seconds"):
+                ttl = {"spec": {"ttlSecondsAfterFinished": int(seconds)}}
+                self._cluster.patch_job(str(job["metadata"]["name"]), ttl)
 
 
 def order(

@@ -221,6 +221,24 @@ class TestPods:
                 }
                 assert "ports" not in container
 
+    def test_what_an_operator_adds_to_pods_is_on_all_of_them(self, full):
+        templates = [job["spec"]["template"] for job in [*full.jobs.values(), *full.of_kind("Job")]]
+        assert len(templates) == 8
+        for pod in [*templates, *full.of_kind("Pod")]:
+            assert pod["metadata"]["labels"]["azure.workload.identity/use"] == "true"
+            assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "eagle3"
+            assert pod["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+            assert pod["spec"]["runtimeClassName"] == "nvidia"
+            context = pod["spec"]["securityContext"]
+            assert context["runAsUser"] == 1000680000
+            assert (context["runAsGroup"], context["supplementalGroups"]) == (0, [2000])
+            assert "fsGroup" not in context, "null leaves it to the cluster"
+            assert context["fsGroupChangePolicy"] == "OnRootMismatch"
+        on = {"kubernetes.io/arch": "amd64"}
+        for whose, pod in full.pods():
+            if whose not in STAGE_NAMES:
+                assert pod["nodeSelector"] == on
+
     def test_the_runner_alone_has_a_token(self, full):
         for whose, pod in full.pods():
             runner = whose.endswith("-runner")
@@ -335,7 +353,7 @@ class TestPods:
         assert stage["imagePullPolicy"] == "Always"
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "drafts"
         assert "suspend" not in job["spec"], "that is Kueue's to set"
-        assert job["spec"]["ttlSecondsAfterFinished"] == 3600
+        assert job["metadata"]["annotations"]["eagle3/ttl-seconds"] == "3600"
         train = main_of(full.jobs["train"]["spec"]["template"]["spec"])
         assert train["image"] == f"eagle3-train@sha256:{'0' * 64}"
         assert {"name": "EAGLE3_IMAGE_DIGEST", "value": f"sha256:{'0' * 64}"} in train["env"]
@@ -379,18 +397,20 @@ class TestJobs:
         }
         for stage in STAGES:
             rules = helm.release(CPU).jobs[stage.name]["spec"]["podFailurePolicy"]["rules"]
-            disrupted, gate, failed, lacking = rules
+            disrupted, gate, failed, *lacking = rules
             assert disrupted == {
                 "action": "Ignore",
                 "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
             }
-            assert set(gate["onExitCodes"]["values"]) == final
-            assert gate["onExitCodes"]["containerName"] == "gate"
-            ends = failed["onExitCodes"]["values"] + lacking["onExitCodes"]["values"]
-            assert sorted(ends) == sorted(final)
-            assert gate["action"] == failed["action"] == "FailJob"
-            assert lacking["onExitCodes"]["values"] == [errors.EnvironmentMisconfigured.exit_code]
-            assert lacking["action"] == ("FailIndex" if stage.indexed else "FailJob")
+            machine = errors.EnvironmentMisconfigured.exit_code
+            for container, ends in (("gate", gate), ("stage", failed)):
+                assert ends["onExitCodes"]["containerName"] == container
+                assert set(ends["onExitCodes"]["values"]) == final - {machine}
+                assert ends["action"] == "FailJob"
+            assert [one["onExitCodes"]["containerName"] for one in lacking] == ["gate", "stage"]
+            for one in lacking:
+                assert one["onExitCodes"]["values"] == [machine]
+                assert one["action"] == ("FailIndex" if stage.indexed else "FailJob")
 
     @pytest.mark.fault("B78")
     def test_a_failed_pod_stays_and_is_not_doubled(self, full):
@@ -398,9 +418,13 @@ class TestJobs:
             assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
             assert job["spec"]["podReplacementPolicy"] == "Failed"
 
-    def test_no_job_is_deleted_by_time_unless_that_is_asked_for(self, helm):
-        for job in helm.release(CPU).jobs.values():
+    def test_no_job_is_deleted_by_time_before_its_artefact_is_committed(self, helm):
+        """The runner sets it then; a Job that failed on Friday is there on Monday."""
+        for job in helm.release(CPU, "ttlSeconds=0").jobs.values():
             assert "ttlSecondsAfterFinished" not in job["spec"]
+            assert job["metadata"]["annotations"]["eagle3/ttl-seconds"] == "0"
+        for job in helm.release(CPU).jobs.values():
+            assert "eagle3/ttl-seconds" not in job["metadata"]["annotations"]
 
     def test_the_work_of_an_indexed_stage_spreads_over_nodes(self, full):
         for stage in STAGES:
@@ -446,6 +470,20 @@ class TestNames:
             one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in kept
         )
 
+    @pytest.mark.parametrize(
+        "told",
+        [
+            "runner.memory=1Gi",
+            "runner.pollSeconds=60",
+            "networkPolicy.enabled=false",
+            "serviceAccount.annotations.role=drafts",
+        ],
+    )
+    def test_what_surrounds_a_run_may_be_corrected_while_it_goes_on(self, helm, told):
+        ours, other = helm.release(CPU), helm.release(CPU, told)
+        assert ours.run == other.run, "stages already done are not begun again"
+        assert ours.text != other.text
+
     def test_what_belongs_to_the_release_has_the_same_name_in_every_run(self, helm):
         def names(release):
             return {
@@ -475,6 +513,11 @@ class TestNetwork:
         for job in release.jobs.values():
             labels = job["spec"]["template"]["metadata"]["labels"]
             assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+
+    def test_public_addresses_can_be_closed(self, helm):
+        closed = helm.release(SMALL, "networkPolicy.publicHttps=false")
+        (names,) = closed.named("NetworkPolicy", "e3")["spec"]["egress"]
+        assert {one["port"] for one in names["ports"]} == {53}
 
     def test_the_api_server_is_the_runner_s_alone(self, helm):
         release = helm.release(SMALL)

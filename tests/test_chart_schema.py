@@ -1,10 +1,12 @@
 """What the chart refuses, in both Helms, before anything is created."""
 
+import shutil
+
 import pytest
 import yaml
 
 from eagle3 import chart
-from tests.helm import CHART, CPU, EVERYTHING, KIMI, Helm, Refused, client
+from tests.helm import CHART, CPU, EVERYTHING, KIMI, Helm, Refused, Release, client
 
 # Values over those of a profile -> the value that the refusal must name.
 BY_SCHEMA = {
@@ -56,7 +58,39 @@ BY_SENTENCE = {
     ),
     "a URL with a password": (
         {"config": {"prepare": {"data": ["https://me:word@host/chats.jsonl"]}}},
-        "config: wanted URLs without a user and a password",
+        "config: wanted URLs without a password or a signature",
+    ),
+    "a proxy's password in env": (
+        {"env": {"HTTPS_PROXY": "http://me:hunter2@proxy:3128"}},
+        "env.HTTPS_PROXY: wanted no credential among the values",
+    ),
+    "another cloud's key": (
+        {"env": {"AZURE_STORAGE_KEY": "hunter2"}},
+        "env.AZURE_STORAGE_KEY: wanted no credential among the values",
+    ),
+    "a secret in small letters": (
+        {"env": {"aws_secret_access_key": "hunter2"}},
+        "env.aws_secret_access_key: wanted no credential among the values",
+    ),
+    "a signed URL": (
+        {
+            "config": {
+                "prepare": {"data": ["https://b.s3.example/a?X-Amz-Date=1&X-Amz-Signature=2"]}
+            }
+        },
+        "config: wanted URLs without a password or a signature",
+    ),
+    "a volume of the chart's own": (
+        {"extraVolumes": [{"name": "scratch", "emptyDir": {}}]},
+        'extraVolumes: wanted names that the chart does not use itself, found "scratch"',
+    ),
+    "a label of the chart's own": (
+        {"podLabels": {"eagle3/run": "other"}},
+        'podLabels: wanted labels that the chart does not set itself, found "eagle3/run"',
+    ),
+    "GPUs without shared memory": (
+        {"stages": {"extract": {"shm": None}}},
+        "stages.extract.shm: wanted a size beside gpus, found none",
     ),
     "a variable of the chart's own": (
         {"env": {"EAGLE3_STORE": "s3://other"}},
@@ -119,6 +153,17 @@ def test_a_file_that_holds_a_token_may_be_named(helm):
     assert helm.release_of(CPU, {"env": env, "extraEnv": [key]}).jobs
 
 
+def test_it_can_be_a_part_of_another_chart(helm, tmp_path):
+    """Helm then hands it `global`, which nobody set; and that says nothing about the run."""
+    shutil.copytree(CHART, tmp_path / "whole" / "charts" / "eagle3")
+    (tmp_path / "whole" / "Chart.yaml").write_text("{apiVersion: v2, name: whole, version: 1.0.0}")
+    values = yaml.safe_load((CHART / CPU).read_text())
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"eagle3": values}))
+    text = helm("template", "e3", str(tmp_path / "whole"), f"-f={tmp_path / 'values.yaml'}")
+    parts = Release(tuple(one for one in yaml.safe_load_all(text) if one), text)
+    assert parts.run["metadata"]["name"] == helm.release(CPU).run["metadata"]["name"]
+
+
 class TestStructs:
     def test_nothing_is_let_through_unnamed(self):
         """Each object of the schema lists its keys, but those that are mappings by nature."""
@@ -141,6 +186,7 @@ class TestStructs:
         kubernetes = {
             "EgressValues.to.items",
             "VariableValues.valueFrom",
+            "ChartValues.global",
             *(
                 f"VolumeValues.{kind}"
                 for kind in (
@@ -157,6 +203,9 @@ class TestStructs:
         text_by_name = {
             "ChartValues.env",
             "ServiceAccountValues.annotations",
+            "ChartValues.podLabels",
+            "ChartValues.podAnnotations",
+            "RunnerValues.nodeSelector",
             *(
                 f"{kind}StageValues.{key}"
                 for kind in ("", "Indexed")
@@ -175,5 +224,5 @@ class TestStructs:
         """Each key of the schema stands in values.yaml, in a profile or among what is tested."""
         said = [yaml.safe_load((CHART / "values.yaml").read_text()), EVERYTHING]
         said += [yaml.safe_load((CHART / profile).read_text()) for profile in (CPU, KIMI)]
-        keys = {key for values in said for key in values} | {"only"}
+        keys = {key for values in said for key in values} | {"only", "global"}
         assert keys == set(chart.values_schema()["$defs"]["ChartValues"]["properties"])

@@ -16,11 +16,24 @@
 {{- fail (printf "only: wanted stages of this run, found %q; set config.%s.enabled to true, or leave it out." . .) -}}
 {{- end -}}
 {{- end -}}
-{{- if regexMatch "://[^/@\"]+:[^/@\"]+@" (toJson .Values.config) -}}
-{{- fail "config: wanted URLs without a user and a password, found one that has both; put them into a Secret and name that in credentials.secretName." -}}
+{{- if regexMatch (include "eagle3.credentialInUrl" .) (.Values.config | toJson | replace "\\u0026" "&") -}}
+{{- fail "config: wanted URLs without a password or a signature, found one that has it; put it into a Secret and name that in credentials.secretName." -}}
+{{- end -}}
+{{- range .Values.extraVolumes -}}
+{{- if has .name (list "run" "scratch" "dshm" "weights") -}}
+{{- fail (printf "extraVolumes: wanted names that the chart does not use itself, found %q; give the volume another." .name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := .Values.podLabels -}}
+{{- if or (hasPrefix "eagle3/" $key) (hasPrefix "app.kubernetes.io/" $key) -}}
+{{- fail (printf "podLabels: wanted labels that the chart does not set itself, found %q; give it another name." $key) -}}
+{{- end -}}
 {{- end -}}
 {{- include "eagle3.checkEnv" (dict "where" "env" "env" .Values.env) -}}
 {{- range $stage, $size := .Values.stages -}}
+{{- if and $size.gpus (not $size.shm) -}}
+{{- fail (printf "stages.%s.shm: wanted a size beside gpus, found none; the usual 64 MB of /dev/shm end a collective with a bus error." $stage) -}}
+{{- end -}}
 {{- include "eagle3.checkEnv" (dict "where" (printf "stages.%s.env" $stage) "env" ($size.env | default dict)) -}}
 {{- $tensor := dig $stage "engine" "tensor_parallel_size" 1 $.Values.config | int -}}
 {{- if and (has $stage $stages) $size.gpus (gt $tensor (int $size.gpus)) -}}
@@ -32,13 +45,19 @@
 {{- end -}}
 {{- end -}}
 
+{{/* A password before a host, or a signature that opens an object to whoever has the URL. */}}
+{{- define "eagle3.credentialInUrl" -}}
+://[^/@"]+:[^/@"]+@|[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig)=
+{{- end -}}
+
 {{/* Takes where, env. */}}
 {{- define "eagle3.checkEnv" -}}
 {{- range $name, $value := .env -}}
 {{- if has $name (list "EAGLE3_STORE" "NODE_NAME") -}}
 {{- fail (printf "%s.%s: wanted no variable that the chart sets itself, found %q; remove it, and set `store` instead." $.where $name $value) -}}
 {{- end -}}
-{{- if and $value (regexMatch "(SECRET|(^|_)(TOKEN|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$)" $name) (not (hasSuffix "_FILE" $name)) -}}
+{{- $named := regexMatch "(?i)(SECRET|CONNECTION_STRING|(^|_)(TOKEN|PASSWORD|PASSWD|PASSPHRASE|KEY)$)" $name -}}
+{{- if and $value (not (hasSuffix "_FILE" $name)) (or $named (regexMatch (include "eagle3.credentialInUrl" $) $value)) -}}
 {{- fail (printf "%s.%s: wanted no credential among the values, which anyone who reads the Job can read; put it into a Secret and name that in credentials.secretName." $.where $name) -}}
 {{- end -}}
 {{- end -}}

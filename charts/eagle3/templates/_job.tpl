@@ -26,6 +26,10 @@ metadata:
     {{- end }}
   annotations:
     eagle3/store: {{ include "eagle3.store" $root | quote }}
+    {{- if hasKey $values "ttlSeconds" }}
+    # The runner sets it once the artefact is committed: a Job that failed stays and can be read.
+    eagle3/ttl-seconds: {{ $values.ttlSeconds | int64 | quote }}
+    {{- end }}
 spec:
   {{- if .facts.indexed }}
   # Each pod walks all units of work and does those that nobody has finished: one that lives is
@@ -41,9 +45,6 @@ spec:
   # A pod that still saves its work is not doubled.
   podReplacementPolicy: Failed
   activeDeadlineSeconds: {{ $size.deadlineSeconds | int64 }}
-  {{- if hasKey $values "ttlSeconds" }}
-  ttlSecondsAfterFinished: {{ $values.ttlSeconds | int64 }}
-  {{- end }}
   podFailurePolicy:
     rules:
       # A drained or preempted pod is nobody's fault.
@@ -56,22 +57,23 @@ spec:
         onExitCodes:
           containerName: gate
           operator: In
-          values: [64, 65, 66, 77, 78]
+          values: [64, 65, 66, 77]
       - action: FailJob
         onExitCodes:
           containerName: stage
           operator: In
           values: [64, 65, 66, 77]
       # A machine that lacks something: another index may stand on a better one.
-      - action: {{ ternary "FailIndex" "FailJob" .facts.indexed }}
+      {{- range list "gate" "stage" }}
+      - action: {{ ternary "FailIndex" "FailJob" $.facts.indexed }}
         onExitCodes:
-          containerName: stage
+          containerName: {{ . }}
           operator: In
           values: [78]
+      {{- end }}
   template:
     metadata:
-      labels:
-        {{- include "eagle3.jobLabels" $names | nindent 8 }}
+      {{- include "eagle3.podMetadata" $names | nindent 6 }}
     spec:
       {{- include "eagle3.pod" (dict "root" $root "account" "stage") | nindent 6 }}
       terminationGracePeriodSeconds: {{ $size.graceSeconds | int64 }}

@@ -1,6 +1,8 @@
-{{/* The run's id: given, or made of everything that the release was told. */}}
+{{/* The run's id: given, or made of everything that its configuration and its Jobs are made of.
+     What surrounds a run may be corrected while it goes on. */}}
 {{- define "eagle3.runId" -}}
-{{- .Values.run.id | default (printf "%s %s" .Chart.Version (toJson .Values) | sha256sum | trunc 8) -}}
+{{- $own := omit .Values "global" "networkPolicy" "runner" "serviceAccount" -}}
+{{- .Values.run.id | default (printf "%s %s" .Chart.Version (toJson $own) | sha256sum | trunc 8) -}}
 {{- end -}}
 
 {{/* The name of a run's objects; eagle3.checks refuses a release whose name would not fit. */}}

@@ -7,9 +7,9 @@ enableServiceLinks: false
 restartPolicy: Never
 securityContext:
   runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
+  {{- with .root.Values.podSecurityContext }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
   # A claim of hundreds of gigabytes is not walked through at each start.
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
@@ -19,6 +19,21 @@ imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- with .root.Values.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with .root.Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* The labels and annotations of a pod. Takes root, component, which is a stage or runner. */}}
+{{- define "eagle3.podMetadata" -}}
+labels:
+  {{- include "eagle3.jobLabels" . | nindent 2 }}
+  {{- with .root.Values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .root.Values.podAnnotations }}
+annotations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
