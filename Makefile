@@ -25,7 +25,7 @@ demo: setup ## train and measure a draft for SmolLM2-135M on human chats, all st
 
 test: setup ## every test but those of the container images, as CI runs them
 	@bash .ci/testbed
-	@$(PYTHON) -m pytest $(WORKERS) -m "not images"
+	@EAGLE3_CLUSTER="$$($(PYTHON) -m tests.cluster expect)" $(PYTHON) -m pytest $(WORKERS) -m "not images"
 
 test-cluster: setup ## the tests of images, pods and nodes on the test cluster; see AGENTS.md
 	@bash .ci/testbed

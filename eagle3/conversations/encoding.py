@@ -103,7 +103,8 @@ class Encoder:
             if at % 2:
                 ids.append(self._cut_ids[piece])
             elif piece:
-                ids += self._piece(piece)
+                known = self._pieces.get(piece)
+                ids += self._piece(piece) if known is None else known
         return ids
 
     def _piece(self, piece: str) -> list[int]:

@@ -169,6 +169,8 @@ def _decoded(text: str, reason: str) -> Any:
 def _message(raw: Any, roles: Mapping[str, str]) -> Message:
     if not isinstance(raw, dict):
         raise Rejected("bad_message", f"an object expected, not {type(raw).__name__}")
+    if (plain := _plain(raw, roles)) is not None:
+        return plain
     name = _one_of(raw, "role", "from")
     if not isinstance(name, str):
         raise Rejected("bad_message", "neither role nor from")
@@ -176,8 +178,6 @@ def _message(raw: Any, roles: Mapping[str, str]) -> Message:
     if role is None:
         raise Rejected(f"unknown_role:{name[:_LONGEST_NAME]}", name)
     message: Message = {"role": role, "content": _text(_one_of(raw, "content", "value"))}
-    if len(raw) == 2:
-        return message
     for key in _KEPT_TEXTS:
         if isinstance(raw.get(key), str):
             message[key] = raw[key]
@@ -187,6 +187,15 @@ def _message(raw: Any, roles: Mapping[str, str]) -> Message:
             _tool_call(call) for call in _listed(raw["tool_calls"], "bad_tool_call")
         ]
     return message
+
+
+def _plain(raw: Mapping[str, Any], roles: Mapping[str, str]) -> Message | None:
+    """A message of a known role and a text and nothing else, as nearly all are."""
+    if len(raw) != 2:
+        return None
+    said, content = raw.get("role"), raw.get("content")
+    role = roles.get(said) if isinstance(said, str) else None
+    return {"role": role, "content": content} if role and isinstance(content, str) else None
 
 
 def _reasoning(raw: Mapping[str, Any]) -> dict[str, str]:

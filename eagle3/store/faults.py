@@ -135,8 +135,11 @@ def _refuse_if_away(where: str, cause: BaseException | None) -> None:
 
     And so is, of S3, a 404 that does not say what is missing: of a proxy whose store is away.
     """
-    elsewhere = isinstance(cause, ClientError) and not _code(cause).startswith("NoSuch")
-    if elsewhere or (isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)):
+    if isinstance(cause, ClientError):
+        away = not _code(cause).startswith("NoSuch")
+    else:
+        away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    if cause is not None and away:
         raise ServiceUnavailable(
             where,
             wanted="an answer from the server",

@@ -33,8 +33,8 @@ from eagle3.store import open_store
 
 INPUTS = Path("runs/inputs")
 RESULT = Path("runs/bench/prepare.json")
-NUM_BLOCKS = 9
-ROWS_PER_BLOCK = 64
+NUM_BLOCKS = 7
+ROWS_PER_BLOCK = 256
 MEMORY_ROWS = 300
 SIZES = (1, 4)
 MAX_SEQ_LEN = 2048
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The conversations that are not cut, since the bare tokenizer cuts none either."""
     lines = (INPUTS / CONVERSATIONS_NAME).read_text(encoding="utf-8").splitlines(keepends=True)
-    lines = lines[: 2 * NUM_BLOCKS * ROWS_PER_BLOCK]
+    lines = lines[: 4 * ROWS_PER_BLOCK]
     texts = [rendered(tokenizer, line) for line in lines]
     lengths = map(len, tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
     return [line for line, length in zip(lines, lengths, strict=True) if length <= MAX_SEQ_LEN]

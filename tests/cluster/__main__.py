@@ -1,4 +1,4 @@
-"""`python -m tests.cluster build | up | down`: the cluster by hand."""
+"""`python -m tests.cluster build | expect | up | down`: the cluster by hand."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def build() -> None:
     figures.record(cluster_build_seconds=round(time.monotonic() - start, 1))
 
 
+def expect() -> None:
+    """Print the value of EAGLE3_CLUSTER by which tests fail, and are not skipped, without one.
+
+    Nothing where the machine cannot have one; the reason is told on the other stream.
+    """
+    if reason := machine.expected():
+        print(f"testbed: the tests of the cluster are SKIPPED here: {reason}.", file=sys.stderr)
+    else:
+        print("required")
+
+
 def up() -> None:
     """Start a cluster, or find the one that runs."""
     cluster, new = testbed.up()
@@ -60,7 +71,7 @@ def down() -> None:
 
 def main() -> int:
     """Run one command; the exit code."""
-    commands = {"build": build, "up": up, "down": down}
+    commands = {"build": build, "expect": expect, "up": up, "down": down}
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("command", choices=commands)
     try:

@@ -24,6 +24,18 @@ def supported() -> bool:
     return any((hierarchy / "cpuset.cpus").exists() for hierarchy in _hierarchies())
 
 
+def writable() -> bool:
+    """Whether a folder may be added to the controllers; a container often only sees them."""
+    probe = f"e3-probe-{os.getpid()}"
+    try:
+        for hierarchy in _hierarchies():
+            (hierarchy / probe).mkdir()
+            (hierarchy / probe).rmdir()
+    except OSError:
+        return False
+    return True
+
+
 def make(node: str) -> None:
     """Make the node's folders, with all processors: the kubelet gives its pods all that it sees."""
     for hierarchy in _hierarchies():

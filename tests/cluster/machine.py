@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 
 from tests.cluster import binaries, cgroups
@@ -30,6 +31,25 @@ def obstacle() -> str | None:
         names = ", ".join(programs.name for programs in absent)
         return foundation() or f"not built yet: {names}; run `make testbed`"
     return foundation()
+
+
+def expected() -> str | None:
+    """Why the tests of the cluster may be skipped here; None where they must run.
+
+    Beyond `obstacle`: root of a container may have all that is asked for, and not the right to use
+    it.
+    """
+    if os.environ.get("KUBECONFIG"):
+        return None
+    if reason := obstacle():
+        return reason
+    namespaces = ["unshare", "--net", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    done = subprocess.run(namespaces, capture_output=True, text=True)
+    if done.returncode:
+        return f"namespaces of their own are refused to root here: {done.stderr.strip()}"
+    if not cgroups.writable():
+        return "the controllers of cgroups cannot be written here"
+    return None
 
 
 def foundation() -> str | None:
