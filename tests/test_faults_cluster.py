@@ -27,6 +27,8 @@ from jobs.runner import order
 from tests.fault_table import ROOT
 from tests.upstreams import CONFIG, VERIFIER, commit
 
+PICKLES = {"pickle", "dill", "cloudpickle", "joblib"}
+
 
 def installed(folder: Path) -> InstalledRun:
     """A run of the stage prepare alone, in files as the runner's pod has them."""
@@ -101,19 +103,27 @@ def loads_of_torch(folder: Path) -> Iterator[tuple[str, bool]]:
                 yield f"{path}:{node.lineno}", weights_only
 
 
+def uses_of_pickle(path: Path) -> Iterator[str]:
+    """What a file has of the modules that unpickle, but for the error that a refusal raises."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in PICKLES:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from ({one.name for one in node.names} & PICKLES) - {"pickle"}
+        elif isinstance(node, ast.Attribute) and node.attr != "UnpicklingError":
+            of = node.value
+            if isinstance(of, ast.Name) and of.id == "pickle":
+                yield f"pickle.{node.attr}"
+
+
 def test_b89_nothing_of_a_bucket_is_unpickled(tmp_path: Path) -> None:
-    unsafe, imported = [], []
+    unsafe, used = [], []
     for folder in (ROOT / "eagle3", ROOT / "jobs"):
         unsafe += [where for where, safe in loads_of_torch(folder) if not safe]
         for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [
-                    one.name for one in getattr(node, "names", ()) if isinstance(node, ast.Import)
-                ]
-                if {"pickle", "dill", "cloudpickle", "joblib"} & set(names):
-                    imported.append(str(path))
+            used += [f"{path}: {name}" for name in uses_of_pickle(path)]
     assert not unsafe, "give torch.load weights_only=True"
-    assert not imported, "safetensors and JSON hold what is stored"
+    assert not used, "safetensors and JSON hold what is stored"
 
     class Malice:
         def __reduce__(self) -> tuple[Any, ...]:

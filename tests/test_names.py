@@ -79,7 +79,8 @@ def test_the_command_has_every_stage():
         check=True,
     )
     listed = re.findall(r"^  (\w+)  ", done.stdout, flags=re.MULTILINE)
-    own = {"run", "gate", "config", "status", "submit", "scale", "retry", *COMMANDS}
+    operated = {"status", "submit", "scale", "retry", "logs", "cancel"}
+    own = {"run", "gate", "config", *operated, *COMMANDS}
     assert set(listed) == {*STAGE_NAMES, *own}
 
 

@@ -273,7 +273,9 @@ def test_hours_and_gpus_follow_from_rates_and_nodes(folder):
 def test_given_rates_stand_over_all_others(folder, store):
     path = folder / "rates.json"
     path.write_text(json.dumps({"extract_tokens_per_second": 5, "train_tokens_per_second": 100}))
-    plan = make_plan(config_of(folder), store, rates=[path, ROOT / "runs/bench/extract.json"])
+    measured = folder / "extract.json"
+    measured.write_text(json.dumps({"extract_tokens_per_second": 7}))
+    plan = make_plan(config_of(folder), store, rates=[path, measured])
     assert stages_of(plan)["train"].hours == pytest.approx(180 / 100 / 3600)
     # 4 x 64 x 2 bytes of states and 16 of ids and mask.
     assert plan.training_bytes_per_second == 100 * (512 + 16)

@@ -324,7 +324,7 @@ class TestFile(SharedStoreContract):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(EnvironmentMisconfigured, match="free space"):
+        with pytest.raises(TemporaryFailure, match="free space"):
             store.write_bytes("a", b"1")
         assert list(store.local_path().iterdir()) == []
 

@@ -160,7 +160,9 @@ def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the kind of model and of machine asks for.
 
     A multimodal verifier is only ever sent text. On CPUs compiling costs more than it brings,
-    and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones.
+    and the inlined operators of an MLA model give wrong numbers, so it runs the custom ones; its
+    attention runs vLLM's reference kernels, since those that it prefers where the processor has
+    AMX take no float32.
     """
     arguments: dict[str, Any] = {}
     if "vision_config" in config:
@@ -170,6 +172,7 @@ def _platform_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if uses_mla(config):
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+            arguments["attention_backend"] = "CPU_MLA"
     return arguments
 
 
