@@ -30,8 +30,8 @@ from eagle3.summary import summary
 
 SUMMARY_NAME = "summary.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# What vLLM has to say while it is imported, before anything of ours can ask it not to.
-_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
+# What vLLM and its extensions have to say before anything of ours can ask them not to.
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _ROOT = Path(__file__).resolve().parent.parent
 
 
