@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -106,6 +107,21 @@ class StoreContract:
         assert store.read_bytes("a") == b"first"
 
     @pytest.mark.fault("B35")
+    def test_what_vanishes_as_it_is_found_taken_is_taken_and_no_missing_bucket(
+        self, store, monkeypatch
+    ):
+        store.write_bytes("a", b"1")
+        plain = Store.read_bytes
+
+        def gone(one: Store, path: str) -> bytes:
+            one.delete(path)
+            return plain(one, path)
+
+        monkeypatch.setattr(Store, "read_bytes", gone)
+        with pytest.raises(FileExistsError):
+            store.create_bytes("a", b"2")
+        store.create_bytes("a", b"2")
+
     def test_of_many_writers_one_wins(self, store):
         def write(number: int) -> bool:
             try:
@@ -314,9 +330,24 @@ class TestFile(SharedStoreContract):
         store.write_bytes("a/b", b"1")
         folder = store.local_path()
         (folder / "c").mkdir()
-        (folder / "c" / f"{local_files._PARTIAL}0123").write_bytes(b"half")
+        left = folder / "c" / f"{local_files._PARTIAL}0123"
+        left.write_bytes(b"half")
+        long_ago = time.time() - local_files._ABANDONED_SECONDS - 1
+        os.utime(left, (long_ago, long_ago))
         store.tidy()
         assert [path.name for path in folder.iterdir()] == ["a"]
+
+    def test_tidying_takes_nothing_from_a_living_writer(self, store, monkeypatch):
+        """Another process deletes beside it, between its last byte and the name."""
+        fsync = os.fsync
+
+        def tidied(handle: int) -> None:
+            fsync(handle)
+            store.tidy()
+
+        monkeypatch.setattr(os, "fsync", tidied)
+        store.create_bytes("a/b", b"1")
+        assert store.read_bytes("a/b") == b"1"
 
     @pytest.mark.fault("B28")
     def test_a_writer_that_fails_leaves_nothing_behind(self, store, monkeypatch):

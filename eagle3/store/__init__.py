@@ -23,27 +23,21 @@ import posixpath
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3.errors import ConfigError, EnvironmentMisconfigured
 from eagle3.store import faults, local, parts, s3_listing, s3_object
+from eagle3.store.objects import PROBE, ObjectInfo, is_probe, sha256_of_file
 from eagle3.store.urls import EXCLUSIVE_BY_BACKEND, open_client, split_url
+
+__all__ = ["ObjectInfo", "Store", "is_probe", "open_store", "sha256_of_file"]
 
 # The memory store, which checks and writes in two steps.
 _MEMORY_LOCK = threading.Lock()
 _HASH_CHUNK = 8 * 2**20
 # An object of twice this or more goes up in parts; S3 has a least of 5 MiB, and 10,000 parts.
 _PART_BYTES = 50 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectInfo:
-    """One object in a listing: its path below the store's prefix, and its size in bytes."""
-
-    path: str
-    bytes: int
 
 
 class Store:
@@ -122,24 +116,20 @@ class Store:
 
         Raises FileExistsError when another writer was first and its bytes differ.
         """
-        with self._translated(path, writing=True):
-            try:
-                self._create(path, data)
-            except FileExistsError:
-                if self.read_bytes(path) != data:
-                    raise
+        self._create_or_find(
+            path, lambda: self._create(path, data), lambda: self.read_bytes(path) == data
+        )
 
     def create_file(self, source: Path, path: str) -> None:
         """Upload a finished local file to a path that must not be there yet.
 
         Raises FileExistsError when another writer was first and its bytes differ.
         """
-        with self._translated(path, writing=True):
-            try:
-                self._create_from_file(source, path)
-            except FileExistsError:
-                if self.sha256(path) != sha256_of_file(source):
-                    raise
+        self._create_or_find(
+            path,
+            lambda: self._create_from_file(source, path),
+            lambda: self.sha256(path) == sha256_of_file(source),
+        )
 
     def put_file(self, source: Path, path: str) -> None:
         """Upload a finished local file, replacing what was there."""
@@ -244,7 +234,7 @@ class Store:
         objects go up in parts, and some servers know the condition for whole objects only. Raises
         PermissionRefused, ServiceUnavailable or EnvironmentMisconfigured.
         """
-        path = f".probe-{secrets.token_hex(8)}"
+        path = f"{PROBE}{secrets.token_hex(8)}"
         self._probe_writing(path)
         try:
             if self.read_bytes(path) != b"first":
@@ -312,6 +302,19 @@ class Store:
             with faults.refused_precondition_is_exists(path):
                 self._fs.pipe_file(self._path(path), data, mode="create", **of)
 
+    def _create_or_find(
+        self, path: str, create: Callable[[], None], is_ours: Callable[[], bool]
+    ) -> None:
+        """Create, or find one's own bytes; what goes away in between is told as being taken."""
+        try:
+            with self._translated(path, writing=True):
+                create()
+        except FileExistsError as error:
+            with contextlib.suppress(FileNotFoundError):
+                if is_ours():
+                    return
+            raise FileExistsError(path) from error
+
     def _create_in_parts(self, path: str, data: bytes) -> None:
         with faults.refused_precondition_is_exists(path):
             parts.create(self._fs, self._path(path), data)
@@ -337,9 +340,3 @@ class Store:
 def open_store(url: str) -> Store:
     """The store at an fsspec URL or a local path. Raises ConfigError for an unknown scheme."""
     return Store(url)
-
-
-def sha256_of_file(path: Path) -> str:
-    """Hash of a local file's bytes."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

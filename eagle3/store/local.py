@@ -6,16 +6,20 @@ both would let a reader or a second writer see half a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 _PARTIAL = ".partial-"
 _COPY_CHUNK = 8 * 2**20
+# A living writer's temporary file was changed just now; it is linked seconds after its last byte.
+_ABANDONED_SECONDS = 300.0
 
 
 def write(target: Path, data: bytes, *, exclusive: bool) -> None:
@@ -39,11 +43,15 @@ def is_partial(path: str) -> bool:
 
 
 def tidy(root: Path) -> None:
-    """Remove what killed writers left below a folder, and every folder that is empty then."""
+    """Remove what killed writers left below a folder, and every folder that is empty then.
+
+    A temporary file that was written to a moment ago may be a living writer's, and stays.
+    """
     for folder, _, names in os.walk(root, topdown=False):
-        for name in names:
-            if is_partial(name):
-                Path(folder, name).unlink(missing_ok=True)
+        for path in (Path(folder, name) for name in names if is_partial(name)):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
         if not any(Path(folder).iterdir()):
             Path(folder).rmdir()
 
