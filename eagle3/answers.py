@@ -1,8 +1,8 @@
 """What the engines answered, kept so that a killed evaluation goes on where it was.
 
 Prompts are answered in blocks: together, as a server under load would, or alone, to time one
-request at a time. Each finished block is one object `work/evaluate/answers/<engine>/...` with
-its answers, vLLM's counts of them, the seconds they took and on which machine.
+request at a time. Each finished block is one object `answers/<engine>/...` of the stage's work,
+with its answers, vLLM's counts of them, the seconds they took and on which machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Answers:
     """The blocks that one engine has answered."""
 
     def __init__(self, work: Store, engine: str) -> None:
-        """Args: work: `work/evaluate` in the run's store. engine: its word in the paths."""
+        """Args: work: what is done under evaluate's claim. engine: its word in the paths."""
         self.engine = engine
         self._store = work.child(f"answers/{engine}")
         self._blocks = {block.key: block for block in self._read_all()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,21 @@ from eagle3.work import UnitRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is answered, and in which units."""
+    """What is answered, and in which units; `identity` is that of the claim, once there is one."""
 
     settings: RegenerateConfig
     max_seq_len: int
     units: tuple[Unit, ...]
+    identity: str = ""
 
     @property
     def num_rows(self) -> int:
         """Prepared rows of all units; a conversation has one or more."""
         return sum(unit.num_rows for unit in self.units)
+
+    def under(self, identity: str) -> Plan:
+        """The same plan, for objects that name this identity."""
+        return replace(self, identity=identity)
 
 
 def plan_answers(rows: Artifact, settings: RegenerateConfig) -> Plan:
@@ -250,19 +255,26 @@ class Answerer:
 
 
 def write_answers(
-    output: Store, verifier: LoadedVerifier, unit: Unit, chats: Sequence[Chat], seconds: float
+    output: Store,
+    verifier: LoadedVerifier,
+    plan: Plan,
+    unit: Unit,
+    chats: Sequence[Chat],
+    seconds: float,
 ) -> UnitRecord:
     """Write a unit's shard and return the record to make of it.
 
-    All counts are taken from what the shard holds, which may be another worker's answers.
+    All counts are taken from what the shard holds, which may be another worker's answers. Raises
+    ShardInvalid and IdentityConflict as `adopt_unit`.
     """
     rows = [row for chat in chats for row in chat.rows()]
     path = f"rows-{unit.number:06d}.safetensors"
     written: WrittenUnit | None = None
     if rows:
-        written = write_unit(output, path, encode_rows(rows), rows)
+        data = encode_rows(rows, identity=plan.identity)
+        written = write_unit(output, path, data, rows, identity=plan.identity)
     elif output.exists(path):
-        written = adopt_unit(output, path)
+        written = adopt_unit(output, path, identity=plan.identity)
     rows = list(written.rows) if written else []
     kept = {row.row.partition(".")[0] for row in rows}
     lost = [chat for chat in chats if chat.name not in kept]

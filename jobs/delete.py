@@ -21,6 +21,7 @@ def delete(
     console: Console,
     *,
     also: Sequence[str] = (),
+    stopped: bool = False,
     yes: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -32,7 +33,7 @@ def delete(
         raise ConfigError(
             "--yes", wanted="either --dry-run or --yes", found="both", remedy="give one"
         )
-    removal = plan_removal(url, also)
+    removal = plan_removal(url, also, stopped=stopped)
     console.print(_table(removal))
     _tell_left(removal, console)
     told = f"{removal.num_objects:,} objects of {removal.bytes:,} bytes"

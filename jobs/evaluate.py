@@ -129,7 +129,7 @@ def ask_all(
     run: StageRun, plan: Plan, engines: type[Engines]
 ) -> tuple[dict[str, Answers], tuple[Divergence, ...]]:
     """Let each engine answer what it has not answered yet, and score where answers part."""
-    work = run.store.child(f"work/{run.stage.name}")
+    work = run.work.own
     answers, clock = {name: Answers(work, name) for name in plan.blocks}, Clock()
     for name, stale in timed_elsewhere(plan, answers, clock.host).items():
         answers[name].forget(stale)
@@ -163,6 +163,7 @@ def ask_all(
 
 def write(run: StageRun, identity: str, figures: Figures, objects: dict[str, bytes]) -> None:
     """Write the objects and commit the manifest that names them."""
+    run.work.check_held()
     files = tuple(
         artifacts.put(run.output(), path, data, timed=True) for path, data in objects.items()
     )

@@ -63,11 +63,12 @@ def story(run: StageRun, start: StartCapture) -> str:
         identity = run.claim(settings={"layer_ids": list(plan.layer_ids)})
         if done := run.committed(identity):
             return f"already committed, {done.manifest.total_samples} samples"
+        plan = plan.under(identity)
         if len(run.work.finished_units()) < len(plan.units):
             source = reopen_verifier(run.config.verifier, run.inputs["verifier"])
             with closing(start(source.local_folder(scratch), plan, scratch)) as capture:
                 capture_units(run, plan, verifier, capture)
-    manifest = finished_manifest(run, plan, identity)
+    manifest = finished_manifest(run, plan)
     run.commit(manifest)
     return (
         f"wrote {manifest.total_samples} samples, {manifest.total_tokens} tokens at layers "
@@ -116,18 +117,19 @@ def pass_gate(
 
 def record_unit(run: StageRun, plan: Plan, captured: CapturedUnit, seconds: float) -> UnitRecord:
     """Write a unit's object, then its record: only with the record is the unit done."""
+    run.work.check_held()
     return run.work.record(write_captured(run.output(), plan, captured, seconds))
 
 
-def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
+def finished_manifest(run: StageRun, plan: Plan) -> Manifest:
     """The manifest of all units, with the ten fields that readers of version 1 know.
 
     The gate's figures are those of the worker whose engine came closest to failing.
     """
-    merged = merge("extract", identity, plan.units, run.work.finished())
+    merged = merge("extract", plan.identity, plan.units, run.work.finished())
     if merged.rows_in != plan.num_rows:
         raise ManifestInvalid(
-            "work/extract/units",
+            f"{run.work.own.url}/units",
             wanted=f"records of all {plan.num_rows} rows of the input",
             found=f"{merged.rows_in} rows",
             remedy="give the run a store prefix of its own and extract again",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,9 +85,9 @@ class StageRun:
     index: int = 0
     started: float = field(default_factory=time.monotonic)
 
-    @property
+    @cached_property
     def work(self) -> Work:
-        """The stage's unfinished work in the run's store."""
+        """The stage's unfinished work in the run's store; it knows what this process claimed."""
         return Work(self.store, self.stage.name)
 
     def output(self, kind: str | None = None) -> Store:
@@ -155,24 +156,23 @@ class StageRun:
         """Complete the manifest with lineage, configuration and versions, and commit it.
 
         Raises ManifestInvalid where an object that it names is not there, and as
-        `eagle3.artifact.commit`.
+        `Work.check_held` and `eagle3.artifact.commit`.
         """
-        section = getattr(self.config, self.stage.name)
         whole = msgspec.structs.replace(
             manifest,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             produced_by=versions(),
             inputs={name: artifact.ref() for name, artifact in self.inputs.items()},
-            config=msgspec.to_builtins(section),
+            config=msgspec.to_builtins(getattr(self.config, self.stage.name)),
             measured={"seconds": round(time.monotonic() - self.started, 3), **manifest.measured},
         )
         store = self.output(kind)
         # An object that was there when its unit was recorded may have been deleted since.
         artifacts.check_objects(
             Artifact(store=store, manifest=whole),
-            remedy=f"delete the record in work/{self.stage.name}/units that names it, where there "
-            "is one, and run the stage again",
+            remedy=f"delete what names it in {self.work.own.url}/units, and run again",
         )
+        self.work.check_held()
         return artifacts.commit(store, whole)
 
 

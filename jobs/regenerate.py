@@ -42,6 +42,7 @@ def story(run: StageRun, start: StartGenerator) -> str:
     identity = run.claim(settings=together if settings.temperature > 0 else None)
     if done := run.committed(identity):
         return f"already committed, {done.manifest.total_samples} rows"
+    plan = plan.under(identity)
     if len(run.work.finished_units()) < len(plan.units):
         with run.scratch() as scratch:
             verifier = load_verifier_artifact(
@@ -52,7 +53,7 @@ def story(run: StageRun, start: StartGenerator) -> str:
             source = reopen_verifier(run.config.verifier, run.inputs["verifier"])
             with closing(start(source.local_folder(scratch), plan)) as generator:
                 answer_units(run, plan, verifier, generator)
-    manifest = finished_manifest(run, plan, identity)
+    manifest = finished_manifest(run, plan)
     run.commit(manifest)
     return (
         f"wrote {manifest.total_samples} rows, {manifest.total_tokens} tokens; "
@@ -73,7 +74,8 @@ def answer_units(run: StageRun, plan: Plan, verifier: LoadedVerifier, generator:
             since = time.monotonic()
             chats = answerer.answer(unit, reader.read(unit), progress.under_way)
             seconds = time.monotonic() - since
-            run.work.record(write_answers(run.output(), verifier, unit, chats, seconds))
+            run.work.check_held()
+            run.work.record(write_answers(run.output(), verifier, plan, unit, chats, seconds))
 
 
 def records_beside(rows: Artifact, path: str) -> Sequence[RowRecord]:
@@ -81,13 +83,13 @@ def records_beside(rows: Artifact, path: str) -> Sequence[RowRecord]:
     return read_row_records(rows, f"{path.removesuffix('.safetensors')}.jsonl")
 
 
-def finished_manifest(run: StageRun, plan: Plan, identity: str) -> Manifest:
+def finished_manifest(run: StageRun, plan: Plan) -> Manifest:
     """Write the token counts of all units, and the manifest that goes with them.
 
     Raises ConversationsInvalid where no conversation was answered.
     """
     records = run.work.finished()
-    merged = merge("regenerate", identity, plan.units, records)
+    merged = merge("regenerate", plan.identity, plan.units, records)
     if not merged.total_samples:
         raise ConversationsInvalid(
             "regenerate",

@@ -49,7 +49,7 @@ def story(run: StageRun) -> str:
         return _launched(run, identity, processes)
     config = run.config.train
     checkpoints = Checkpoints(
-        run.store.child(f"work/{run.stage.name}"), scheduled=config.scheduler != "none"
+        run.work.own, scheduled=config.scheduler != "none", before_save=run.work.check_held
     )
     if not ranks.rank:
         run.say("starting the trainer")
@@ -61,6 +61,7 @@ def story(run: StageRun) -> str:
         if ranks.rank:
             return f"rank {ranks.rank} done, {layout.plan.total} steps"
         made = _manifest(run, identity, layout, ranks, session.curve)
+        run.work.check_held()
         try:
             files = _publish(run.output(), checkpoints, final, session.curve, scratch)
             run.commit(msgspec.structs.replace(made, files=files))
@@ -168,7 +169,7 @@ def _publish(
     untrained = checkpoints.untrained()
     if untrained is None:
         raise DraftInvalid(
-            "work/train/untrained",
+            f"{checkpoints.url}/{UNTRAINED}",
             wanted="the draft before its first step, saved when training began",
             found="none",
             remedy="give the run a store prefix of its own and train again",

@@ -18,6 +18,7 @@ from eagle3.draft.checkpoints import (
     STATE_NAME,
     Checkpoints,
 )
+from eagle3.errors import IdentityConflict
 from eagle3.store import Store, open_store
 
 
@@ -103,3 +104,17 @@ def test_a_draft_alone_is_fetched_without_what_training_would_need(
     marker = checkpoints.save(saved(tmp_path / "a", 9, value=1.0), curve=b"")
     folder = checkpoints.fetch(marker, tmp_path / "fetched", names=DRAFT_FILES)
     assert {path.name for path in folder.iterdir()} == set(DRAFT_FILES)
+
+
+def test_nothing_is_uploaded_by_a_trainer_that_has_lost_its_claim(
+    work: Store, tmp_path: Path
+) -> None:
+    def lost() -> None:
+        raise IdentityConflict("claim", wanted="ours", found="none", remedy="look")
+
+    trainer = Checkpoints(work, before_save=lost)
+    folder = saved(tmp_path / "one", 9, value=1.0)
+    for save in (lambda: trainer.save(folder, curve=b""), lambda: trainer.save_untrained(folder)):
+        with pytest.raises(IdentityConflict):
+            save()
+    assert work.list() == []

@@ -42,6 +42,7 @@ from eagle3.errors import (
     ConfigError,
     DraftInvalid,
     EnvironmentMisconfigured,
+    IdentityConflict,
     ManifestInvalid,
     ShardInvalid,
     VerifierInvalid,
@@ -223,6 +224,16 @@ class TestRows:
         other = [replace(sample, row=f"x{sample.row[1:]}") for sample in samples]
         states.store.write_bytes(path, encode_samples(other))
         with pytest.raises(ShardInvalid, match="another shard"):
+            index_rows(artifact_at(store, "extract"))
+
+    def test_a_shard_of_other_settings_is_refused(self, run: Store, tmp_path: Path) -> None:
+        """Whole, of the right rows and shapes, and named by the manifest."""
+        store = copy_of(run, tmp_path)
+        states = artifact_at(store, "extract")
+        path = states.manifest.files[0].path
+        samples = [read_sample(states.store, ref) for ref in ShardReader(states.store, path).refs()]
+        rewrite_shard(store, path, samples, identity="0" * 64)
+        with pytest.raises(IdentityConflict, match="found one of 0000"):
             index_rows(artifact_at(store, "extract"))
 
     @pytest.mark.parametrize("num_rows", [2, 3, 7, 24, 1000, 99_991])

@@ -148,6 +148,18 @@ def test_other_settings_do_not_continue_an_evaluation(world, engines):
         story(world.run(num_speculative_tokens=2), engines)
 
 
+def test_answers_of_other_settings_count_for_nothing(world, engines):
+    """As where an evaluation wakes that was taken for dead, after its prefix was begun anew."""
+    engines.kill_after = 3
+    with pytest.raises(Killed):
+        story(world.run(), engines)
+    world.store.delete("work/evaluate/claim.json")
+    engines.kill_after = None
+    engines.log.clear()
+    story(world.run(num_speculative_tokens=2), engines)
+    assert len(asked(engines.log)) == 14, "every block is answered anew"
+
+
 def test_another_concurrency_may_continue_an_evaluation(world, engines):
     engines.kill_after = 3
     with pytest.raises(Killed):

@@ -22,14 +22,17 @@ from eagle3.errors import (
     VerifierInvalid,
 )
 from eagle3.progress import Progress
-from eagle3.shards import Sample, ShardReader, encode_samples
+from eagle3.removal import plan_removal, remove
+from eagle3.shards import Sample, ShardReader, encode_samples, header_of
 from eagle3.store import Store, open_store
 from eagle3.verifier import default_layer_ids
 from eagle3.vllm_capture import EngineOptions
+from eagle3.work import Work
 from jobs import extract, prepare, process
 from tests.tiny_run import (
     artifact_at,
     content_of,
+    done_in,
     rows_of,
     stage_run,
     start_fake_capture,
@@ -217,20 +220,25 @@ def test_an_object_without_a_record_is_written_over_by_its_own_bytes_only(folder
     run_extract(folder)
     before = content_of(store_of(folder), "extract")
     store_of(folder).delete("extract/data_config.json")
-    store_of(folder).delete("work/extract/units/000001.json")
+    done_in(store_of(folder), "extract").delete("units/000001.json")
     run_extract(folder)
     assert content_of(store_of(folder), "extract") == before
 
 
-def orphan(folder: Path, change: Callable[[Sample], Sample]) -> str:
-    """Leave unit 1's object with changed samples and no record; returns its sha256."""
+def orphan(folder: Path, change: Callable[[Sample], Sample], identity: str = "") -> str:
+    """Leave unit 1's object with changed samples and no record; returns its sha256.
+
+    Args: identity: that it names; by default the claim's.
+    """
     run_extract(folder)
     store = store_of(folder)
     path = "extract/hidden-000001.safetensors"
     reader = ShardReader(store, path)
-    data = encode_samples([change(reader.read(ref)) for ref in reader.refs()])
-    for name in (path, "extract/data_config.json", "work/extract/units/000001.json"):
+    samples = [change(reader.read(ref)) for ref in reader.refs()]
+    data = encode_samples(samples, identity=identity or Work(store, "extract").identity)
+    for name in (path, "extract/data_config.json"):
         store.delete(name)
+    done_in(store, "extract").delete("units/000001.json")
     store.create_bytes(path, data)
     return store.sha256(path)
 
@@ -268,11 +276,51 @@ def test_another_workers_object_of_other_rows_is_refused(folder: Path) -> None:
     assert not store_of(folder).exists("extract/data_config.json")
 
 
+def test_an_object_of_other_settings_is_never_adopted_though_its_rows_and_shapes_are_ours(
+    folder: Path,
+) -> None:
+    orphan(folder, lambda sample: sample, identity="0" * 64)
+    with pytest.raises(IdentityConflict, match=r"found one of 0{16}; stop the process"):
+        run_extract(folder)
+    assert not store_of(folder).exists("extract/data_config.json")
+
+
+def test_every_object_names_the_identity_of_its_manifest(folder: Path) -> None:
+    run_extract(folder)
+    found = artifact_at(store_of(folder), "extract")
+    for entry in found.manifest.files:
+        header = header_of(found.store.read_bytes(entry.path), entry.path)
+        assert header.identity == found.manifest.identity
+
+
+def test_a_worker_taken_for_dead_whose_prefix_is_another_s_by_now_adds_nothing_to_it(
+    folder: Path,
+) -> None:
+    """It wakes when the run was deleted and begun with other layers, and before any of its units
+    was done there."""
+    store = store_of(folder)
+
+    def the_others_come(count: int, row: CapturedRow) -> CapturedRow:
+        if count == 2:
+            remove(plan_removal(store.child("extract").url, stopped=True), lambda count: None)
+            set_extract(folder, layer_ids=[1, 4, 5, 8])
+            others = stage_run("extract", folder / "run.yaml", store)
+            others.claim(settings={"layer_ids": [1, 4, 5, 8]})
+        return row
+
+    with pytest.raises(IdentityConflict, match="the claim under which this process began"):
+        run_extract(folder, changed(the_others_come))
+    assert store.list("extract") == []
+    assert Work(store, "extract").finished_units() == frozenset()
+    run_extract(folder)
+    assert artifact_at(store, "extract").manifest.layer_ids == (1, 4, 5, 8)
+
+
 def test_another_workers_object_is_adopted_where_every_row_is_rejected_here(folder: Path) -> None:
     run_extract(folder)
     before = content_of(store_of(folder), "extract")
     store_of(folder).delete("extract/data_config.json")
-    store_of(folder).delete("work/extract/units/000000.json")
+    done_in(store_of(folder), "extract").delete("units/000000.json")
     set_extract(folder, max_rejected_share=0.9)
     run_extract(folder, changed(zero))
     assert content_of(store_of(folder), "extract") == before
@@ -373,7 +421,7 @@ def test_sigterm_stops_within_a_unit_and_the_next_run_goes_on(
     with pytest.raises(Stopped):
         run_extract(folder, changed(stop_in_second_unit))
     assert captured[-1] == 9, "the rest of the unit is not waited for"
-    units = store_of(folder).list("work/extract/units")
+    units = done_in(store_of(folder), "extract").list("units")
     assert [info.path[-11:] for info in units] == ["000000.json"]
     assert [info.path for info in store_of(folder).list("extract")] == [
         "extract/hidden-000000.safetensors"
@@ -397,7 +445,7 @@ def test_a_unit_that_was_captured_whole_when_sigterm_came_is_kept(
 
     with pytest.raises(Stopped):
         run_extract(folder, changed(stop_at_the_last_row))
-    assert store_of(folder).exists("work/extract/units/000000.json")
+    assert done_in(store_of(folder), "extract").exists("units/000000.json")
 
 
 def test_an_engine_that_dies_loses_only_the_unit_it_was_at(folder: Path) -> None:
@@ -408,7 +456,7 @@ def test_an_engine_that_dies_loses_only_the_unit_it_was_at(folder: Path) -> None
 
     with pytest.raises(ServiceUnavailable):
         run_extract(folder, changed(die))
-    assert store_of(folder).exists("work/extract/units/000000.json")
+    assert done_in(store_of(folder), "extract").exists("units/000000.json")
     run_extract(folder)
     rows = artifact_at(store_of(folder), "prepare")
     assert content_of(store_of(folder), "extract")["rows"] == [row.row for row in rows_of(rows)]

@@ -25,7 +25,7 @@ from eagle3.store import Store, open_store
 from jobs import prepare
 from tests.evaluable import World
 from tests.kill_driver import MOMENTS
-from tests.tiny_run import artifact_at, content_of, write_config, write_conversations
+from tests.tiny_run import artifact_at, content_of, done_in, write_config, write_conversations
 from tests.tiny_verifiers import make_llama
 from tests.trainable import config_of, make_run
 
@@ -131,8 +131,8 @@ def run_calmly(driver: Driver, source: Path, folder: Path, stage: str, engine: s
 def created(calm: Store, stage: str) -> list[str]:
     """Every object that the stage creates, as the end of its path, the manifest last."""
     objects = [info.path.removeprefix(f"{stage}/") for info in calm.list(stage)]
-    work = [info.path.removeprefix(f"work/{stage}/") for info in calm.list(f"work/{stage}")]
-    return [*sorted({*objects, *work} - {"data_config.json"}), "data_config.json"]
+    work = [info.path for info in done_in(calm, stage).list()]
+    return [*sorted({"claim.json", *objects, *work} - {"data_config.json"}), "data_config.json"]
 
 
 def killed(source: Path, folder: Path, moments: Sequence[tuple[str, str]]) -> list[Case]:

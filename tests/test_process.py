@@ -165,7 +165,7 @@ def test_nothing_is_committed_that_names_a_lost_object(arguments, capsys):
         return "done"
 
     assert run_stage("train", story, arguments) == 65
-    assert "delete the record in work/train/units" in capsys.readouterr().err
+    assert "/units, and run again" in capsys.readouterr().err
     assert artifacts.find(open_store(arguments[3]).child("train")) is None
 
 
@@ -189,6 +189,52 @@ def test_other_settings_on_the_same_prefix_are_refused(arguments, tmp_path, caps
     config.write_text(f"{CONFIG}\ntrain: {{epochs: 4}}\n")
     assert run_stage("train", lambda run: run.claim(), arguments) == 65
     assert "train: epochs: wanted 3" in capsys.readouterr().err
+
+
+def test_a_stage_neither_begins_nor_commits_while_a_deletion_is_going_on(arguments, capsys):
+    store = open_store(arguments[3])
+    record = "work/train/removal.json"
+
+    def story(run: StageRun) -> str:
+        identity = run.claim()
+        store.write_bytes(record, b"{}")
+        run.commit(Manifest(artifact="train", identity=identity, files=()))
+        return "done"
+
+    for _ in range(2):
+        assert run_stage("train", story, arguments) == 75
+        assert "let `eagle3 delete` finish" in capsys.readouterr().err
+    assert artifacts.find(store.child("train")) is None
+
+
+def test_a_stage_whose_claim_was_deleted_commits_nothing(arguments, capsys):
+    store = open_store(arguments[3])
+
+    def story(run: StageRun) -> str:
+        identity = run.claim()
+        store.delete("work/train/claim.json")
+        run.commit(Manifest(artifact="train", identity=identity, files=()))
+        return "done"
+
+    assert run_stage("train", story, arguments) == 65
+    assert "the claim under which this process began" in capsys.readouterr().err
+    assert artifacts.find(store.child("train")) is None
+
+
+def test_a_setting_that_came_to_be_after_a_stage_was_done_leaves_it_done(arguments, capsys):
+    later: dict[str, None] = {}
+
+    def story(run: StageRun) -> str:
+        identity = run.claim(settings=later)
+        if run.committed(identity):
+            return "already committed"
+        run.commit(Manifest(artifact="train", identity=identity, files=()))
+        return "done"
+
+    assert run_stage("train", story, arguments) == 0
+    later["of_later"] = None
+    assert run_stage("train", story, arguments) == 0
+    assert "already committed" in capsys.readouterr().out
 
 
 def test_settings_that_change_no_result_may_differ(arguments, tmp_path):

@@ -26,10 +26,12 @@ from eagle3.store import Store, open_store
 from eagle3.units import Span, Unit
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_counts
+from eagle3.work import Work
 from jobs import prepare, process, regenerate
 from tests.tiny_run import (
     artifact_at,
     content_of,
+    done_in,
     rows_of,
     stage_run,
     start_fake_generator,
@@ -250,8 +252,9 @@ def test_another_workers_answers_are_adopted_and_counted(folder: Path) -> None:
     tokens = sum(len(supervised(row)) for row in rows)
     for name in ("rows-000000.safetensors", "data_config.json", "token_counts.safetensors"):
         store.delete(f"regenerate/{name}")
-    store.delete("work/regenerate/units/000000.json")
-    store.create_bytes(path, encode_rows(rows))
+    done_in(store, "regenerate").delete("units/000000.json")
+    identity = Work(store, "regenerate").identity
+    store.create_bytes(path, encode_rows(rows, identity=identity))
     run_regenerate(folder, ending(0.0))
     manifest = artifact_at(store, "regenerate").manifest
     assert manifest.rejected == {"rejected_by_another_worker": 1}
@@ -260,11 +263,26 @@ def test_another_workers_answers_are_adopted_and_counted(folder: Path) -> None:
     assert manifest.facts["supervised_tokens"] == tokens
 
 
+@pytest.mark.parametrize("identity", ["", "0" * 64])
+def test_answers_of_other_settings_are_never_adopted(folder: Path, identity: str) -> None:
+    """A seed and a temperature leave no trace in answers."""
+    run_regenerate(folder)
+    store, path = store_of(folder), "regenerate/rows-000000.safetensors"
+    rows = read_rows(store, path)
+    for name in (path, "regenerate/data_config.json"):
+        store.delete(name)
+    done_in(store, "regenerate").delete("units/000000.json")
+    store.create_bytes(path, encode_rows(rows, identity=identity))
+    with pytest.raises(IdentityConflict, match="stop the process that wrote it"):
+        run_regenerate(folder)
+    assert not store.exists("regenerate/data_config.json")
+
+
 def test_another_workers_answers_are_adopted_where_every_answer_is_empty_here(folder: Path) -> None:
     run_regenerate(folder, ending(0.0))
     before = content_of(store_of(folder), "regenerate")
     store_of(folder).delete("regenerate/data_config.json")
-    store_of(folder).delete("work/regenerate/units/000000.json")
+    done_in(store_of(folder), "regenerate").delete("units/000000.json")
     run_regenerate(folder, lambda model, plan: Scripted([END]))
     assert content_of(store_of(folder), "regenerate") == before
 
@@ -281,13 +299,13 @@ def test_sigterm_stops_between_two_turns_and_the_next_run_goes_on(
             self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = nobody
         ) -> list[Completion]:
             answers = super().generate(prompts, sampling, told)
-            if store_of(folder).exists("work/regenerate/units/000000.json"):
+            if done_in(store_of(folder), "regenerate").exists("units/000000.json"):
                 process._stop.set()
             return answers
 
     with pytest.raises(Stopped):
         run_regenerate(folder, lambda model, plan: StopsInTheSecondUnit([300, END]))
-    assert len(store_of(folder).list("work/regenerate/units")) == 1
+    assert len(done_in(store_of(folder), "regenerate").list("units")) == 1
     process._stop.clear()
     run_regenerate(folder, lambda model, plan: Scripted([300, END]))
     assert content_of(store_of(folder), "regenerate") == content_of(store_of(calm), "regenerate")

@@ -11,7 +11,7 @@ import pytest
 
 from eagle3 import artifact as artifacts
 from eagle3.errors import ManifestInvalid, StillNeeded, TemporaryFailure, UpstreamMissing
-from eagle3.progress import ProgressRecord
+from eagle3.progress import SILENT_SECONDS, ProgressRecord
 from eagle3.removal import plan_removal, remove
 from eagle3.store import Store, open_store
 from eagle3.work import Work
@@ -219,8 +219,121 @@ def test_a_stage_that_is_at_work_is_refused(run):
     report(run, "train", updated_at=time.time())
     with pytest.raises(TemporaryFailure, match="on host; stop it first"):
         plan_removal(run.child("train").url)
-    report(run, "train", updated_at=time.time() - 61)
+    report(run, "train", updated_at=time.time() - SILENT_SECONDS + 30)
+    with pytest.raises(TemporaryFailure, match="or wait"):
+        plan_removal(run.child("train").url)
+    report(run, "train", updated_at=time.time() - SILENT_SECONDS - 1)
     deleted(run.child("train").url)
+
+
+def test_a_claim_without_a_report_may_be_a_process_that_loads_an_engine(run, capsys):
+    deleted(run.child("train").url)
+    Work(run, "train").claim({}, {})
+    assert cli.main(["delete", run.child("train").url, "--yes"]) == 75
+    assert "no report of any process yet" in capsys.readouterr().err
+    assert run.exists("work/train/claim.json")
+    assert cli.main(["delete", run.child("train").url, "--yes", "--stopped"]) == 0
+    assert not run.exists("work/train/claim.json")
+
+
+def test_a_stage_of_two_artefacts_is_at_work_until_the_last_one_stands(run):
+    for kind in ("train", "vocab", "extract", "prepare"):
+        deleted(run.child(kind).url)
+    report(run, "prepare", updated_at=time.time())
+    with pytest.raises(TemporaryFailure, match="on host; stop it first"):
+        plan_removal(run.child("verifier").url)
+
+
+def digest_of(run: Store, kind: str) -> str:
+    found = artifacts.find(run.child(kind))
+    assert found is not None
+    return found.digest
+
+
+def begin(run: Store, stage: str, **inputs: str) -> None:
+    """A stage that has claimed its prefix, and whose process died long ago or works elsewhere."""
+    Work(run, stage).claim(inputs, {})
+    report(run, stage, updated_at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "kind"),
+    [
+        ("extract", "rows", "prepare"),
+        ("vocab", "verifier", "verifier"),
+        ("train", "states", "extract"),
+    ],
+)
+def test_what_a_stage_at_work_reads_is_kept(run, stage, name, kind):
+    """No manifest names it yet, and the claim does."""
+    for gone in ("train", "vocab", "extract"):
+        if gone != kind and (gone != "extract" or stage != "train"):
+            deleted(run.child(gone).url)
+    for other in {"prepare", "verifier"} - {kind}:
+        run.delete(f"{other}/data_config.json")
+    begin(run, stage, **{name: digest_of(run, kind)})
+    with pytest.raises(StillNeeded, match=f"unfinished {stage} in {run.url}/{stage}; keep it"):
+        plan_removal(run.child(kind).url, stopped=True)
+    deleted(run.url)
+    assert paths(run) == [], "the run goes with its own unfinished work"
+
+
+def test_what_a_stage_at_work_in_another_run_reads_is_kept_unless_it_has_a_copy(run):
+    other = open_store(f"{run.url.removesuffix('first')}second")
+    begin(other, "train", states=digest_of(run, "extract"))
+    deleted(run.child("train").url)
+    for url in (run.child("extract").url, run.url):
+        with pytest.raises(StillNeeded, match=f"unfinished train in {other.url}/train"):
+            plan_removal(url)
+    states = artifacts.find(run.child("extract"))
+    assert states is not None
+    for info in states.store.list():
+        other.write_bytes(f"extract/{info.path}", states.store.read_bytes(info.path))
+    plan_removal(run.child("extract").url)
+
+
+def test_a_stage_at_work_elsewhere_is_found_where_it_is_named(run):
+    elsewhere = run.url.replace("/runs/first", "/elsewhere")
+    begin(open_store(f"{elsewhere}/second"), "train", states=digest_of(run, "extract"))
+    deleted(run.child("train").url)
+    for also in (elsewhere, f"{elsewhere}/second"):
+        with pytest.raises(StillNeeded, match=r"unfinished train in .*elsewhere/second"):
+            plan_removal(run.url, [also])
+
+
+def test_a_stage_that_is_done_needs_by_its_manifest_and_not_by_its_claim(run):
+    begin(run, "evaluate", states=digest_of(run, "extract"))
+    commit(run, "evaluate")
+    deleted(run.child("train").url)
+    plan_removal(run.child("extract").url)
+
+
+def test_a_damaged_claim_stops_the_deletion_of_what_it_might_name(run):
+    run.write_bytes("work/export/claim.json", b"{")
+    with pytest.raises(ManifestInvalid, match=r"work/export/claim\.json"):
+        plan_removal(run.child("train").url)
+
+
+def test_what_a_process_left_that_was_killed_as_it_tried_to_write_goes_with_the_run(run_on_disk):
+    for path in (".probe-0123456789abcdef", "export/.probe-mine"):
+        run_on_disk.write_bytes(path, b"first")
+    assert [info.path for info in plan_removal(run_on_disk.url).left] == ["export/.probe-mine"]
+    run_on_disk.delete("export/.probe-mine")
+    deleted(run_on_disk.url)
+    assert not run_on_disk.local_path().exists()
+
+
+def test_what_is_committed_as_a_deletion_begins_does_not_outlive_its_objects(run):
+    """A process was past its last look when the record of the deletion was written."""
+    removal = plan_removal(run.child("train").url)
+    manifest = run.read_bytes("train/data_config.json")
+
+    def told(count: int) -> None:
+        if run.exists("work/train/claim.json"):
+            run.write_bytes("train/data_config.json", manifest)
+
+    remove(removal, told)
+    assert not [path for path in paths(run) if path.startswith(("train/", "work/train/"))]
 
 
 def test_a_bucket_ends_empty_and_refuses_first(s3_environment: S3Server):

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from eagle3.errors import ShardInvalid
+from eagle3.errors import IdentityConflict, ShardInvalid
 from eagle3.shards import (
     Sample,
     ShardReader,
     TokenRow,
     encode_rows,
     encode_samples,
+    header_of,
     read_rows,
     read_sample,
 )
@@ -111,6 +112,30 @@ def test_safetensors_itself_opens_a_shard(tmp_path: Path) -> None:
 def test_the_same_rows_give_the_same_bytes() -> None:
     assert encode_samples(samples_of(2, 5)) == encode_samples(samples_of(2, 5))
     assert encode_samples(samples_of(2, 5)) != encode_samples(samples_of(2, 6))
+
+
+def test_a_shard_names_the_identity_of_its_unit_and_hides_it_from_its_rows(tmp_path: Path) -> None:
+    written = samples_of(3, 1)
+    data = encode_samples(written, identity="a" * 64)
+    store = store_with(tmp_path, data)
+    assert header_of(data, "a").identity == "a" * 64
+    assert header_of(encode_samples(written), "a").identity == ""
+    reader = ShardReader(store, "a.safetensors")
+    assert [ref.row for ref in reader.refs(identity="a" * 64)] == [one.row for one in written]
+    with pytest.raises(
+        IdentityConflict, match=r"a\.safetensors: wanted .*b{16}.*found one of a{16}"
+    ):
+        reader.refs(identity="b" * 64)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as opened:
+        assert len(list(opened.keys())) == 6
+
+
+def test_a_shard_that_names_no_identity_may_be_read_and_is_never_adopted(tmp_path: Path) -> None:
+    data = encode_rows([token_row("a", [1, 2])])
+    store = store_with(tmp_path, data)
+    assert ShardReader(store, "a.safetensors").refs(identity="b" * 64)
+    with pytest.raises(IdentityConflict, match="or of an older eagle3"):
+        header_of(data, "a").refuse_other("b" * 64, "a")
 
 
 def test_one_row_costs_one_ranged_read_of_its_bytes(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ from eagle3.shards import read_sample
 from eagle3.store import Store
 from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_mapping
+from eagle3.work import Work
 from jobs import train
 from jobs.process import records_of_ranks
+from tests.tiny_run import done_in
 from tests.tiny_verifiers import make_llama
 from tests.trainable import (
     artifact_at,
@@ -238,9 +240,9 @@ class TestResume:
         store = copy_of(trained, tmp_path)
         for info in store.list("train"):
             store.delete(info.path)
-        newest = Checkpoints(store.child("work/train")).newest()
+        newest = Checkpoints(done_in(store, "train")).newest()
         assert newest is not None
-        store.delete(f"work/train/{newest.prefix}/{MARKER_NAME}")
+        done_in(store, "train").delete(f"{newest.prefix}/{MARKER_NAME}")
         train.story(stage_run("train", store, CONFIG))
         wanted, found = steps_of(trained), steps_of(store)
         assert [p.step for p in found] == [p.step for p in wanted]
@@ -248,6 +250,21 @@ class TestResume:
         # Upstream keeps weights and moments in bfloat16: alike, not equal.
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine.loss == pytest.approx(theirs.loss, rel=0.02)
+
+    def test_checkpoints_of_other_settings_are_never_gone_on_from(
+        self, trained: Store, tmp_path: Path
+    ) -> None:
+        """As where a trainer wakes that was taken for dead: its work was deleted, the prefix begun
+        anew, and it saves all the same."""
+        store = copy_of(trained, tmp_path)
+        stale = done_in(store, "train")
+        for info in store.list("train"):
+            store.delete(info.path)
+        store.delete("work/train/claim.json")
+        other = stage_run("train", store, config_of(learning_rate=5e-4))
+        other.claim(settings={"world_size": 1})
+        assert Checkpoints(stale).newest() is not None
+        assert Checkpoints(other.work.own).newest() is None
 
     def test_stopped_in_the_middle_of_an_epoch(
         self, ready: Store, trained: Store, tmp_path: Path
@@ -260,7 +277,7 @@ class TestResume:
             patch.setattr(type(stopping), "stopping", property(lambda _: next(votes)))
             with pytest.raises(Stopped):
                 train.story(stopping)
-        newest = Checkpoints(store.child("work/train")).newest()
+        newest = Checkpoints(done_in(store, "train")).newest()
         assert newest is not None
         assert newest.state is not None
         assert newest.state.epoch == 1
@@ -300,7 +317,8 @@ class TestSignals:
     def test_b57_sigterm_saves_and_exits_143(self, ready: Store, tmp_path: Path) -> None:
         store = copy_of(ready, tmp_path)
         child, config = start(store, tmp_path, num_workers=1, **LONG)
-        checkpoints = Checkpoints(store.child("work/train"))
+        wait_for(lambda: bool(Work(store, "train").identity), child)
+        checkpoints = Checkpoints(done_in(store, "train"))
         wait_for(lambda: checkpoints.newest() is not None, child)
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=600)
@@ -401,7 +419,7 @@ class TestRefusals:
         store = copy_of(ready, tmp_path)
         with pytest.raises(DraftInvalid, match="a finite number"):
             self.story(store, learning_rate=1e30, warmup_share=0.0)
-        assert Checkpoints(store.child("work/train")).newest() is None
+        assert Checkpoints(done_in(store, "train")).newest() is None
 
     @pytest.mark.parametrize(
         "fault",

@@ -15,7 +15,7 @@ from eagle3.errors import ManifestInvalid, ShardInvalid
 from eagle3.manifest import FileEntry, Manifest, check
 from eagle3.progress import Progress
 from eagle3.shards import TokenRow, encode_rows
-from eagle3.store import open_store
+from eagle3.store import Store, open_store
 from eagle3.units import (
     Unit,
     cut_units,
@@ -99,6 +99,12 @@ def test_no_unit_has_more_tokens_than_allowed_unless_it_is_one_row(
         assert len(size) == unit_rows or sum(size) + following[0] > unit_tokens
 
 
+def claimed(store: Store, stage: str) -> Work:
+    work = Work(store, stage)
+    work.claim({}, {})
+    return work
+
+
 def token_rows(lengths: list[int], **fields: object) -> Artifact:
     """A committed artefact of one shard with rows of these lengths."""
     store = open_store(f"memory://test-units/{secrets.token_hex(4)}/prepare")
@@ -106,7 +112,8 @@ def token_rows(lengths: list[int], **fields: object) -> Artifact:
         TokenRow(row=f"{number:09d}.0", input_ids=torch.arange(n), loss_mask=torch.ones(n).long())
         for number, n in enumerate(lengths)
     ]
-    written = write_unit(store, "rows-000000.safetensors", encode_rows(rows), rows)
+    data = encode_rows(rows, identity="i")
+    written = write_unit(store, "rows-000000.safetensors", data, rows, identity="i")
     return Artifact(store=store, manifest=manifest_of((written.entry,), **fields))
 
 
@@ -135,7 +142,7 @@ def test_rows_without_a_longest_one_are_refused() -> None:
 
 def test_a_walk_counts_what_others_did_before_and_meanwhile_and_each_unit_when_it_is_done() -> None:
     store = open_store(f"memory://test-units/{secrets.token_hex(4)}")
-    work, units = Work(store, "extract"), cut_units(entries([10]), 4)
+    work, units = claimed(store, "extract"), cut_units(entries([10]), 4)
     work.record(record_of(units[0]))
     shown = []
     with Progress(store, "extract", "capture", total=10, unit="rows") as progress:
@@ -222,7 +229,7 @@ def test_an_input_without_rows_has_no_units_and_an_empty_manifest() -> None:
 
 
 def test_records_survive_the_store_with_their_token_counts() -> None:
-    work = Work(open_store("memory://test-units/records"), "regenerate")
+    work = claimed(open_store("memory://test-units/records"), "regenerate")
     unit = cut_units(entries([6]), 6)[0]
     assert not work.is_finished(unit.number)
     work.record(record_of(unit))
@@ -231,7 +238,7 @@ def test_records_survive_the_store_with_their_token_counts() -> None:
 
 
 def test_of_two_records_of_a_unit_the_first_stands() -> None:
-    work = Work(open_store("memory://test-units/two"), "extract")
+    work = claimed(open_store("memory://test-units/two"), "extract")
     unit = cut_units(entries([6]), 6)[0]
     first, second = record_of(unit, seed=1), record_of(unit, seed=2)
     assert first != second

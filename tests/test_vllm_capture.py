@@ -30,6 +30,7 @@ from eagle3.vllm_capture import EngineOptions, VllmCapture, VllmGenerator
 from jobs import extract, prepare
 from tests.tiny_run import (
     artifact_at,
+    done_in,
     stage_run,
     start_fake_capture,
     write_config,
@@ -296,7 +297,8 @@ class TestLlamaCaptureInProcessesOfItsOwn:
         with pytest.raises(ServiceUnavailable) as killed:
             extract.story(run, lambda *_: KilledInTheSecondUnit(capture))
         assert (killed.value.exit_code, killed.value.retry_can_help) == (69, True)
-        assert [info.path[-11:] for info in store.list("work/extract/units")] == ["000000.json"]
+        units = done_in(store, "extract").list("units")
+        assert [info.path for info in units] == ["units/000000.json"]
         with pytest.raises(ServiceUnavailable, match=r"without a word.*run the stage again"):
             capture.layer_ids()
         extract.story(stage_run("extract", config, store), start_fake_capture)

@@ -8,7 +8,7 @@ import pytest
 
 from eagle3.config import ExtractConfig
 from eagle3.config_fields import settings_that_affect
-from eagle3.errors import IdentityConflict, ManifestInvalid
+from eagle3.errors import IdentityConflict, ManifestInvalid, TemporaryFailure
 from eagle3.manifest import FileEntry
 from eagle3.store import Store, open_store
 from eagle3.work import UnitRecord, Work
@@ -20,6 +20,12 @@ SETTINGS = {"layer_ids": (2, 4, 5, 8), "engine": {"dtype": "bfloat16", "extra": 
 @pytest.fixture
 def run() -> Store:
     return open_store(f"memory://work-{secrets.token_hex(4)}")
+
+
+def claimed(run: Store, stage: str = "extract", **settings: object) -> Work:
+    work = Work(run, stage)
+    work.claim(INPUTS, {**SETTINGS, **settings})
+    return work
 
 
 def unit(number: int, **changes: object) -> UnitRecord:
@@ -78,15 +84,15 @@ def test_a_finished_unit_is_found_with_everything_it_counted(run):
         facts={"prefilled": 12},
         measured={"seconds": 0.5},
     )
-    Work(run, "extract").record(record)
-    assert Work(run, "extract").finished() == {7: record}
+    claimed(run).record(record)
+    assert claimed(run).finished() == {7: record}
 
 
 def test_the_first_worker_s_record_of_a_unit_stands(run):
     first, second = unit(0, measured={"seconds": 1.0}), unit(0, measured={"seconds": 2.0})
-    assert Work(run, "extract").record(first) == first
-    assert Work(run, "extract").record(second) == first
-    assert Work(run, "extract").finished() == {0: first}
+    assert claimed(run).record(first) == first
+    assert claimed(run).record(second) == first
+    assert claimed(run).finished() == {0: first}
 
 
 def test_nothing_is_finished_before_anything_is(run):
@@ -94,9 +100,10 @@ def test_nothing_is_finished_before_anything_is(run):
 
 
 def test_a_damaged_record_is_named(run):
-    run.write_bytes("work/extract/units/000003.json", b'{"unit": 3, "rows_')
+    work = claimed(run)
+    work.own.write_bytes("units/000003.json", b'{"unit": 3, "rows_')
     with pytest.raises(ManifestInvalid, match=r"000003\.json"):
-        Work(run, "extract").finished()
+        work.finished()
 
 
 @pytest.mark.parametrize("damaged", [b'{"inputs": {', b"[1]"])
@@ -108,24 +115,24 @@ def test_a_damaged_claim_is_named(run, damaged):
 
 @pytest.mark.parametrize("name", [".DS_Store", "1.json", "000001.json.bak", "old/000001.json"])
 def test_an_object_of_another_name_is_no_record(run, name):
-    work = Work(run, "extract")
+    work = claimed(run)
     work.record(unit(3))
-    run.write_bytes(f"work/extract/units/{name}", b"")
+    work.own.write_bytes(f"units/{name}", b"")
     assert work.finished_units() == {3}
     assert work.finished() == {3: unit(3)}
 
 
 def test_work_lies_beside_the_artefact_and_never_inside(run):
-    Work(run, "extract").claim(INPUTS, SETTINGS)
-    Work(run, "extract").record(unit(0))
-    assert [info.path for info in run.list()] == [
+    work = claimed(run)
+    work.record(unit(0))
+    assert {info.path for info in run.list()} == {
         "work/extract/claim.json",
-        "work/extract/units/000000.json",
-    ]
+        f"work/extract/{work.identity[:16]}/units/000000.json",
+    }
 
 
 def test_what_each_worker_measured_is_kept_and_measured_anew_replaced(run):
-    work = Work(run, "extract")
+    work = claimed(run)
     assert work.kept_figures("gate") == []
     work.keep_figures("gate", 1, {"nats": 0.5})
     work.keep_figures("gate", 0, {"nats": 0.25})
@@ -138,6 +145,67 @@ def test_what_each_worker_measured_is_kept_and_measured_anew_replaced(run):
 
 
 def test_what_is_no_figures_is_refused(run):
-    run.write_bytes("work/extract/gate/000000.json", b"[1]")
+    work = claimed(run)
+    work.own.write_bytes("gate/000000.json", b"[1]")
     with pytest.raises(ManifestInvalid, match="figures"):
-        Work(run, "extract").kept_figures("gate")
+        work.kept_figures("gate")
+
+
+def test_a_setting_that_came_to_be_later_and_is_null_changes_no_identity(run):
+    first = Work(run, "extract").claim(INPUTS, {"a": 1})
+    assert Work(run, "extract").claim(INPUTS, {"a": 1, "b": None}) == first
+    assert claimed(open_store(f"{run.url}-2"), a=1).identity != first
+
+
+def test_a_process_whose_claim_was_deleted_records_nothing_for_whoever_claims_next(run):
+    stale = claimed(run)
+    stale.record(unit(1))
+    for info in run.list():
+        run.delete(info.path)
+    with pytest.raises(IdentityConflict, match=r"claim\.json.*, found none"):
+        stale.record(unit(0))
+    other = claimed(run, layer_ids=(3, 4, 5, 8))
+    with pytest.raises(IdentityConflict, match=f"found one of {other.identity[:16]}"):
+        stale.record(unit(0))
+    # And what it was writing at that very moment is in no one's way.
+    stale.own.write_bytes("units/000000.json", b"{}")
+    stale.keep_figures("gate", 0, {"nats": 9.0})
+    assert other.finished() == {}
+    assert other.kept_figures("gate") == []
+    other.record(unit(0))
+    assert other.finished() == {0: unit(0)}
+
+
+def test_a_claim_made_anew_for_the_same_goes_on(run):
+    first = claimed(run)
+    run.delete("work/extract/claim.json")
+    claimed(run)
+    first.record(unit(0))
+    assert claimed(run).finished_units() == {0}
+
+
+def test_while_a_deletion_is_going_on_nothing_is_claimed_or_recorded(run):
+    work = claimed(run)
+    run.write_bytes("work/extract/removal.json", b"{}")
+    for attempt in (lambda: claimed(run), lambda: work.record(unit(0)), work.check_held):
+        with pytest.raises(TemporaryFailure, match="let `eagle3 delete` finish"):
+            attempt()
+    assert work.finished_units() == frozenset()
+    assert claimed(run, "vocab"), "another stage's is its own"
+
+
+@pytest.mark.parametrize("path", ["claim.json", "units/000000.json"])
+def test_what_is_deleted_between_two_looks_is_a_reason_to_try_again(run, monkeypatch, path):
+    work = claimed(run)
+    work.record(unit(0))
+    plain = Store.read_bytes
+
+    def gone(store: Store, asked: str) -> bytes:
+        if asked == path:
+            store.delete(path)
+        return plain(store, asked)
+
+    monkeypatch.setattr(Store, "read_bytes", gone)
+    with pytest.raises(TemporaryFailure, match="an object that was there and is not") as caught:
+        (claimed(run, new=True) if path == "claim.json" else work).finished()
+    assert caught.value.exit_code == 75

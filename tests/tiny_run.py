@@ -15,6 +15,7 @@ from eagle3.shards import TokenRow, read_rows
 from eagle3.stages import stage_named
 from eagle3.store import Store
 from eagle3.verifier import open_verifier
+from eagle3.work import Work
 from jobs import extract, regenerate
 from jobs.process import StageRun, gate_inputs
 
@@ -77,6 +78,11 @@ def artifact_at(store: Store, kind: str) -> Artifact:
     found = artifacts.find(store.child(kind))
     assert found is not None, f"no {kind} artefact in {store.url}"
     return found
+
+
+def done_in(store: Store, stage: str) -> Store:
+    """The prefix of what has been done under a stage's claim: its units' records, for one."""
+    return Work(store, stage).own
 
 
 def rows_of(artifact: Artifact) -> list[TokenRow]:

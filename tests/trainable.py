@@ -90,10 +90,12 @@ def recommit(store: Store, kind: str, **changes: Any) -> None:
     artifacts.commit(child, Manifest(**{**fields, **changes}))
 
 
-def rewrite_shard(store: Store, path: str, samples: Sequence[Sample]) -> None:
+def rewrite_shard(
+    store: Store, path: str, samples: Sequence[Sample], *, identity: str = ""
+) -> None:
     """Replace a shard of the states and all that the manifest says of it: a sound artefact, with
     whatever is in the samples."""
-    data = encode_samples(samples)
+    data = encode_samples(samples, identity=identity)
     rewrite(store, "extract", path, data, header_sha256=header_sha256_of(data))
 
 

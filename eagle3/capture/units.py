@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle3.artifact import Artifact
 from eagle3.capture.checks import as_stored, check_states
@@ -36,17 +36,22 @@ _BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is captured, and in which units."""
+    """What is captured, and in which units; `identity` is that of the claim, once there is one."""
 
     layer_ids: tuple[int, ...]
     hidden_size: int
     max_seq_len: int
     units: tuple[Unit, ...]
+    identity: str = ""
 
     @property
     def num_rows(self) -> int:
         """Rows of all units."""
         return sum(unit.num_rows for unit in self.units)
+
+    def under(self, identity: str) -> Plan:
+        """The same plan, for objects that name this identity."""
+        return replace(self, identity=identity)
 
 
 def plan_capture(
@@ -134,7 +139,8 @@ def write_captured(output: Store, plan: Plan, captured: CapturedUnit, seconds: f
 
     Where none is, another worker's object may stand: its good rows are not thrown away.
 
-    Raises ShardInvalid where another worker's object stands that is not of this unit.
+    Raises ShardInvalid where another worker's object stands that is not of this unit, and
+    IdentityConflict where it is of other inputs or settings.
     """
     number = captured.unit.number
     path = f"hidden-{number:06d}.safetensors"
@@ -142,9 +148,10 @@ def write_captured(output: Store, plan: Plan, captured: CapturedUnit, seconds: f
     if captured.samples:
         names = {sample.row for sample in captured.samples}
         good = [row for row in captured.rows if row.row in names]
-        written = write_unit(output, path, encode_samples(captured.samples), good)
+        data = encode_samples(captured.samples, identity=plan.identity)
+        written = write_unit(output, path, data, good, identity=plan.identity)
     elif output.exists(path):
-        written = adopt_unit(output, path)
+        written = adopt_unit(output, path, identity=plan.identity)
     if written and written.adopted:
         _check_adopted(output, written, plan, captured.rows)
     kept = {row.row for row in written.rows} if written else set()

@@ -1,18 +1,18 @@
 """Checkpoints in the store: each is whole or does not count.
 
-`checkpoints/<step>/` below the stage's work holds what upstream saved and the curve so far, every
-object under a name that begins with its hash, and a marker that is written last and names them
-all. What is saved again lies beside what stands until the marker is replaced, so that a process
-killed in between leaves no less than before. Then only what the replaced marker named is deleted:
-anything else may be another live process's, which saves the same step. A training continues from
-the newest whole one; the last two are kept, and `untrained/` beside them, the draft before its
-first step.
+Below what was done under the stage's claim, `checkpoints/<step>/` holds what upstream saved and
+the curve so far, every object under a name that begins with its hash, and a marker that is written
+last and names them all. What is saved again lies beside what stands until the marker is replaced,
+so that a process killed in between leaves no less than before. Then only what the replaced marker
+named is deleted: anything else may be another live process's, which saves the same step. A training
+continues from the newest whole one; the last two are kept, and `untrained/` beside them, the draft
+before its first step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -65,12 +65,28 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoints of one training."""
 
-    def __init__(self, work: Store, *, scheduled: bool = True) -> None:
-        """Args: work: the stage's work prefix. scheduled: whether the learning rate has a
-        schedule, whose state then belongs to a whole checkpoint."""
+    def __init__(
+        self,
+        work: Store,
+        *,
+        scheduled: bool = True,
+        before_save: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args:
+        work: the prefix of what is done under the stage's claim.
+        scheduled: whether the learning rate has a schedule, whose state then belongs to a whole
+            checkpoint.
+        before_save: called before anything is uploaded; what it raises keeps it from being.
+        """
         self._work = work
+        self._before_save = before_save
         states = (OPTIMIZER_NAME, SCHEDULER_NAME) if scheduled else (OPTIMIZER_NAME,)
         self._needed = (*DRAFT_FILES, *states, STATE_NAME, CURVE_NAME)
+
+    @property
+    def url(self) -> str:
+        """The prefix that they lie below."""
+        return self._work.url
 
     def save(self, folder: Path, *, curve: bytes) -> Marker:
         """Upload a numbered checkpoint that upstream has finished, and delete older ones.
@@ -146,6 +162,7 @@ class Checkpoints:
     def _upload(
         self, folder: Path, prefix: str, names: Sequence[str], state: TrainingState | None
     ) -> Marker:
+        self._before_save()
         forget_verifier_path(folder / CONFIG_NAME)
         entries = []
         for name in names:

@@ -72,7 +72,7 @@ def index_rows(states: Artifact) -> RowIndex:
     """
     files = [entry for entry in states.manifest.files if entry.samples]
     with ThreadPoolExecutor(_READERS) as pool:
-        shards = list(pool.map(lambda entry: _refs_of(states.store, entry), files))
+        shards = list(pool.map(lambda entry: _refs_of(states, entry), files))
     for entry, refs in zip(files, shards, strict=True):
         found = (len(refs), sum(ref.num_tokens for ref in refs))
         if found != (entry.samples, entry.tokens):
@@ -94,8 +94,9 @@ def index_rows(states: Artifact) -> RowIndex:
     return index
 
 
-def _refs_of(store: Store, entry: FileEntry) -> list[SampleRef]:
-    return ShardReader(store, entry.path).refs(header_sha256=entry.header_sha256)
+def _refs_of(states: Artifact, entry: FileEntry) -> list[SampleRef]:
+    reader, identity = ShardReader(states.store, entry.path), states.manifest.identity
+    return reader.refs(header_sha256=entry.header_sha256, identity=identity)
 
 
 def check_rows(index: RowIndex, *, layers: int, hidden_size: int, total_seq_len: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from eagle3.artifact import Artifact
 from eagle3.conversations import HELDOUT_NAME, read_heldout, read_row_records
 from eagle3.manifest import FileEntry
-from eagle3.shards import decode_rows, header_sha256_of
+from eagle3.shards import decode_rows, header_of, header_sha256_of
 from eagle3.verification.contents import Check, Contents, Sources
 from eagle3.vocab import load_counts, supervised_counts
 
@@ -61,6 +61,9 @@ class RowsContents(Contents):
         # A prompt that nobody has answered yet has nothing supervised.
         unanswered = bool(self.artifact.manifest.facts.get("unanswered"))
         rows = decode_rows(data, entry.path, unanswered=unanswered)
+        where = f"{self.artifact.store.url}/{entry.path}"
+        identity = self.artifact.manifest.identity
+        header_of(data, entry.path).refuse_other(identity, where, unnamed=True)
         lengths = [len(row.input_ids) for row in rows]
         found = f"{len(rows)} rows of {sum(lengths)} tokens"
         wanted = f"{entry.samples} rows of {entry.tokens} tokens"

@@ -83,7 +83,8 @@ class StatesContents(Contents):
         manifest = self.artifact.manifest
         wanted = (len(manifest.layer_ids or ()), manifest.hidden_size)
         reader, names, tokens = ShardReader(store, entry.path), [], 0
-        for ref in reader.refs(header_sha256=entry.header_sha256 or None):
+        proof = entry.header_sha256 or None
+        for ref in reader.refs(header_sha256=proof, identity=manifest.identity):
             sample = reader.read(ref, finite=True)
             found = (ref.num_layers, ref.hidden_size)
             if found != wanted:

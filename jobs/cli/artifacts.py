@@ -34,11 +34,16 @@ def delete(
         list[str] | None,
         typer.Option("--also", help="further runs that may rest on it, or folders of runs"),
     ] = None,
+    stopped: Annotated[
+        bool, typer.Option("--stopped", help="no process works on it any more: you have looked")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what would go")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="delete it")] = False,
 ) -> int:
     """Delete what no artefact rests on."""
-    return deletions.delete(url, Console(), also=also or (), yes=yes, dry_run=dry_run)
+    return deletions.delete(
+        url, Console(), also=also or (), stopped=stopped, yes=yes, dry_run=dry_run
+    )
 
 
 def verify(

@@ -114,7 +114,8 @@ def extract(connection: Connection, model: Path, states: str) -> None:
             named = {"row": f"{place:09d}.0", "input_ids": ids, "loss_mask": torch.ones_like(ids)}
             rows.append(TokenRow(**named))
             samples.append(Sample(**named, hidden_states=hidden.to(torch.bfloat16)))
-        write_unit(store, f"hidden-{number:06d}.safetensors", encode_samples(samples), rows)
+        data = encode_samples(samples, identity="bench")
+        write_unit(store, f"hidden-{number:06d}.safetensors", data, rows, identity="bench")
 
     serve(connection, unit)
     engine.close()
