@@ -1,21 +1,23 @@
 """`eagle3 import`: a folder of version 1 becomes the verifier, rows and states of a run.
 
 Commits `verifier/`, `prepare/` (the rows with their masks, without messages) and `extract/`, so
-that vocab, train and export go on from them. Called again after a kill it goes over the folder
-again and finds its own objects, byte for byte.
+that vocab, train and export go on from them. Both stages are claimed before the first object is
+written, by the bytes of every sample. Called again after a kill it goes over the folder again and
+finds its own objects, byte for byte.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
-from eagle3.legacy import CONVENTION, OldFolder, Taken, inputs_of, take_over
+from eagle3.legacy import CONVENTION, Cut, OldFolder, Taken, inputs_of, take_over
 from eagle3.manifest import (
     FINAL_HIDDEN_STATE,
     LAYER_ID_CONVENTION,
@@ -49,25 +51,28 @@ def take_in(source: str, config: RunConfig, store: Store) -> str:
         "mapping_sha256": old.mapping_sha256(),
     }
     run = StageRun(stage=stage_named("prepare"), config=config, store=store, inputs={})
-    identity = run.claim(inputs=digests(old, verifier), settings={"imported": imported})
-    standing = run.committed(identity)
-    states = artifacts.find(store.child("extract"))
-    if standing and states and states.manifest.inputs["rows"].digest == standing.digest:
-        return f"already taken over, {states.manifest.total_samples} samples"
+    with run.progress("hash", total=old.manifest.total_samples, unit="rows") as progress:
+        samples = old.measure(progress.advance)
+    identity = run.claim(inputs=digests(old, samples, verifier), settings={"imported": imported})
+    states_run = replace(run, stage=stage_named("extract"))
+    of_states = claim_states(states_run, identity, verifier, layer_ids, imported)
+    if run.committed(identity) and (done := states_run.committed(of_states)):
+        return f"already taken over, {done.manifest.total_samples} samples"
     upstream = {"verifier": commit_verifier(run, verifier)}
     with run.progress("import", total=old.manifest.total_samples, unit="rows") as progress:
         taken = take_over(
             old,
             rows=run.output(),
-            states=store.child("extract"),
-            shard_rows=config.prepare.shard_rows,
-            unit_rows=config.extract.unit_rows,
-            unit_bytes=config.extract.unit_bytes,
-            max_rejected_share=config.extract.max_rejected_share,
+            states=states_run.output(),
+            identity=of_states,
+            settings=cut_of(config),
             told=progress.advance,
         )
     upstream["rows"] = run.commit(rows_manifest(old, taken, verifier, imported, identity))
-    states = commit_states(run, upstream, old, taken, layer_ids)
+    states_run = replace(states_run, inputs=upstream)
+    claim_states(states_run, identity, verifier, layer_ids, imported)
+    manifest = states_manifest(old, taken, upstream, layer_ids, of_states)
+    states = states_run.commit(manifest)
     return (
         f"took over {states.manifest.total_samples} samples, {states.manifest.total_tokens} tokens "
         f"at layers {', '.join(map(str, layer_ids))}, which were called "
@@ -86,15 +91,44 @@ def refuse_regenerate(config: RunConfig) -> None:
         )
 
 
-def digests(old: OldFolder, verifier: Verifier) -> dict[str, str]:
-    """What tells this import from another: the folder's small files, its listing, the verifier."""
+def cut_of(config: RunConfig) -> Cut:
+    """How the configuration has rows and states cut."""
+    return Cut(
+        shard_rows=config.prepare.shard_rows,
+        unit_rows=config.extract.unit_rows,
+        unit_bytes=config.extract.unit_bytes,
+        max_rejected_share=config.extract.max_rejected_share,
+    )
+
+
+def digests(old: OldFolder, samples: str, verifier: Verifier) -> dict[str, str]:
+    """What tells this import from another: the folder's small files, its samples, the verifier."""
     small = {source.url.rpartition("/")[2]: source.sha256 for source in old.sources}
     return {
         **small,
-        "listing": old.listing_sha256,
+        "samples": samples,
         "verifier": verifier.facts().fingerprint,
         "tokenizer": verifier.tokenizer_facts().fingerprint,
     }
+
+
+def claim_states(
+    run: StageRun,
+    rows: str,
+    verifier: Verifier,
+    layer_ids: Sequence[int],
+    imported: Mapping[str, Any],
+) -> str:
+    """Claim extract's prefix, with the ids of today and those of then; returns the identity.
+
+    Args:
+        rows: the identity of the imported rows, of which there is no digest before the states
+            are written; a stage that captured states of its own names the digest.
+    """
+    return run.claim(
+        inputs={"rows": rows, "verifier": verifier.facts().fingerprint},
+        settings={"layer_ids": list(layer_ids), "imported": imported},
+    )
 
 
 def commit_verifier(run: StageRun, verifier: Verifier) -> Artifact:
@@ -147,28 +181,19 @@ def rows_manifest(
     )
 
 
-def commit_states(
-    rows_run: StageRun,
-    upstream: Mapping[str, Artifact],
+def states_manifest(
     old: OldFolder,
     taken: Taken,
+    upstream: Mapping[str, Artifact],
     layer_ids: tuple[int, ...],
-) -> Artifact:
-    """Claim extract's prefix and commit the states, with the ids of today and those of then."""
-    run = StageRun(
-        stage=stage_named("extract"),
-        config=rows_run.config,
-        store=rows_run.store,
-        inputs=upstream,
-        started=rows_run.started,
-    )
-    imported = upstream["rows"].manifest.facts["imported"]
-    settings = {"layer_ids": list(layer_ids), "imported": imported}
+    identity: str,
+) -> Manifest:
+    """The states, with the ids of today and those of then."""
     samples, tokens = totals(taken.states)
     source = upstream["verifier"].manifest
-    manifest = Manifest(
+    return Manifest(
         artifact="extract",
-        identity=run.claim(settings=settings),
+        identity=identity,
         files=taken.states,
         verifier=source.verifier,
         tokenizer=source.tokenizer,
@@ -176,7 +201,7 @@ def commit_states(
         rows_kept=samples,
         total_samples=samples,
         total_tokens=tokens,
-        facts={"imported": imported},
+        facts={"imported": upstream["rows"].manifest.facts["imported"]},
         model_path=old.manifest.model_path,
         layer_ids=layer_ids,
         max_seq_len=old.manifest.max_seq_len,
@@ -189,7 +214,6 @@ def commit_states(
         dtype=STATES_DTYPE,
         codec="none",
     )
-    return run.commit(manifest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

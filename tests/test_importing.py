@@ -22,18 +22,22 @@ from eagle3.errors import (
     IdentityConflict,
     ManifestInvalid,
     ShardInvalid,
+    TemporaryFailure,
 )
 from eagle3.legacy import OldFolder, inputs_of
 from eagle3.lineage import refuse_trained_on, walk
+from eagle3.manifest import Manifest
 from eagle3.progress import Progress
+from eagle3.removal import plan_removal, remove
 from eagle3.shards import ShardReader, rows_of
 from eagle3.stages import STAGES, stage_named
 from eagle3.store import Store, open_store, sha256_of_file
 from eagle3.upstream import gate
-from jobs import cli, export, train, vocab
+from jobs import cli, export, extract, train, vocab
 from jobs.importing import take_in
 from jobs.process import StageRun, gate_inputs
 from tests.old_folder import OLD_LAYER_IDS, make_old_folder, read_rows, write_folder
+from tests.tiny_run import stage_run, start_fake_capture
 from tests.tiny_verifiers import make_llama
 
 HIDDEN, VOCAB = 64, 512
@@ -205,6 +209,81 @@ def test_killed_on_the_way_it_goes_on_to_the_same_artefacts(
         assert artifact_at(store, kind).digest == artifact_at(taken, kind).digest
 
 
+def test_states_that_were_extracted_again_are_another_folder(taken, verifier, old):
+    """Names and sizes are the same, and one number is not."""
+    row = torch.load(old / "data_4.pt")
+    row["hidden_states"][1][3, 7] += 1
+    size = (old / "data_4.pt").stat().st_size
+    torch.save(row, old / "data_4.pt")
+    assert (old / "data_4.pt").stat().st_size == size
+    with pytest.raises(IdentityConflict, match=r"prepare: inputs\.samples"):
+        take_in(str(old), config_of(verifier), taken)
+
+
+def test_a_sample_that_changes_while_it_is_taken_over_is_refused(
+    verifier, old, tmp_path, monkeypatch
+):
+    plain = OldFolder.measure
+
+    def changed_since(self: OldFolder, told: Callable[[], None]) -> str:
+        measured = plain(self, told)
+        row = torch.load(old / "data_4.pt")
+        row["hidden_states"][1][3, 7] += 1
+        torch.save(row, old / "data_4.pt")
+        return measured
+
+    monkeypatch.setattr(OldFolder, "measure", changed_since)
+    with pytest.raises(ShardInvalid, match=r"data_4\.pt: wanted sha256 \w{16}, as before"):
+        take_in(str(old), config_of(verifier), open_store(f"file://{tmp_path}/run"))
+
+
+def test_states_of_an_import_that_was_cut_off_are_adopted_by_no_extraction(
+    verifier, whole, tmp_path, monkeypatch
+):
+    """It is killed when its rows stand, beside them all objects of its states, and extract is run,
+    which cuts the same units of the same names and would capture the same shapes."""
+    config, store = config_of(verifier), open_store(f"file://{tmp_path}/run")
+    plain = artifacts.commit
+
+    def killed(target: Store, manifest: Manifest) -> artifacts.Artifact:
+        if manifest.artifact == "extract":
+            raise Killed
+        return plain(target, manifest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(artifacts, "commit", killed)
+        with pytest.raises(Killed):
+            take_in(str(whole), config, store)
+    assert artifacts.find(store.child("prepare"))
+    before = store.list("extract")
+    assert before
+    with pytest.raises(IdentityConflict, match=r"extract: (imported|inputs\.rows)"):
+        extract.story(stage_run("extract", config, store), start_fake_capture)
+    # Not even where its claim is gone: the objects say whose they are.
+    store.delete("work/extract/claim.json")
+    with pytest.raises(IdentityConflict, match=r"hidden-000000.*stop the process that wrote it"):
+        extract.story(stage_run("extract", config, store), start_fake_capture)
+    assert store.list("extract") == before
+
+
+def test_an_import_that_was_cut_off_can_be_deleted_whole(verifier, whole, tmp_path, monkeypatch):
+    store = open_store(f"file://{tmp_path}/run")
+
+    def killed(self: Progress, *args: Any, **more: Any) -> None:
+        if store.list("extract"):
+            raise Killed
+
+    monkeypatch.setattr(Progress, "advance", killed)
+    with pytest.raises(Killed):
+        take_in(str(whole), config_of(verifier), store)
+    with pytest.raises(TemporaryFailure, match="--stopped"):
+        plan_removal(store.url)
+    removal = plan_removal(store.url, stopped=True)
+    assert not removal.left
+    remove(removal, lambda count: None)
+    assert not store.local_path().exists()
+
+
 Harm = Callable[[Path], None]
 
 
@@ -341,7 +420,9 @@ def test_samples_that_teach_nothing_are_left_out_and_counted(whole, verifier, tm
     )
     with pytest.raises(ShardInvalid, match=r"at most 0\.1% of 10 left out"):
         take_in(url, config_of(verifier), store)
-    told = take_in(url, config_of(verifier, extract={"max_rejected_share": 0.2}), store)
+    told = take_in(
+        url, config_of(verifier, extract={"unit_rows": 3, "max_rejected_share": 0.2}), store
+    )
     assert "2 left out" in told
     manifest = artifact_at(store, "prepare").manifest
     assert manifest.rejected == {"no_supervised_tokens": 1, "non_finite": 1}

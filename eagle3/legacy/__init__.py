@@ -10,10 +10,11 @@ no prompt can be shown to be unknown to a draft that was trained on it.
 """
 
 from eagle3.legacy.folder import CONVENTION, OldFolder, OldManifest, OldRow, inputs_of
-from eagle3.legacy.takeover import Taken, take_over
+from eagle3.legacy.takeover import Cut, Taken, take_over
 
 __all__ = [
     "CONVENTION",
+    "Cut",
     "OldFolder",
     "OldManifest",
     "OldRow",

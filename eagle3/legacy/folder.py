@@ -7,7 +7,8 @@ import io
 import pickle
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeGuard
@@ -30,6 +31,8 @@ _UNREADABLE = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AttributeError,
     TypeError, AssertionError, struct.error, OverflowError, ImportError,
 )  # fmt: skip
+# Samples hashed at a time; each is read in pieces of a few megabytes.
+_READERS = 8
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -85,6 +88,7 @@ class OldFolder:
         """Raises ManifestInvalid for anything but a whole folder of version 1."""
         self.store: Store = open_store(url)
         self._hashes: dict[str, SourceFile] = {}
+        self._measured: dict[str, str] = {}
         self.manifest = self._manifest()
         self._refuse_other_files()
 
@@ -97,10 +101,18 @@ class OldFolder:
         """URL, bytes and sha256 of what has been read so far, the samples in their order."""
         return tuple(self._hashes.values())
 
-    @cached_property
-    def listing_sha256(self) -> str:
-        """Hash of the names and sizes of all objects, by which one folder is told from another."""
-        lines = "".join(f"{info.path} {info.bytes}\n" for info in self.store.list())
+    def measure(self, told: Callable[[], None]) -> str:
+        """Hash of all samples' bytes, by which one folder is told from another.
+
+        States that were extracted again have the same names and sizes. What is read of a sample
+        from now on must be what was hashed. Args: told: called after each sample.
+        """
+        names = [f"data_{number}.pt" for number in range(self.manifest.total_samples)]
+        with ThreadPoolExecutor(_READERS) as readers:
+            for name, sha256 in zip(names, readers.map(self._sha256_of, names), strict=True):
+                self._measured[name] = sha256
+                told()
+        lines = "".join(f"{name} {self._measured[name]}\n" for name in names)
         return hashlib.sha256(lines.encode()).hexdigest()
 
     @cached_property
@@ -261,9 +273,17 @@ class OldFolder:
             ) from error
         return found
 
+    def _sha256_of(self, name: str) -> str:
+        try:
+            return self.store.sha256(name)
+        except FileNotFoundError as error:
+            raise self._invalid(name, "a file", "none of that name") from error
+
     def _read(self, name: str) -> bytes:
         data = self.store.read_bytes(name)
         sha256 = hashlib.sha256(data).hexdigest()
+        if sha256 != self._measured.get(name, sha256):
+            raise self._invalid(name, f"sha256 {self._measured[name][:16]}, as before", sha256[:16])
         self._hashes[name] = SourceFile(url=self.where(name), bytes=len(data), sha256=sha256)
         return data
 

@@ -37,6 +37,16 @@ class Taken:
     supervised_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the objects are cut, and how many samples may be left out: fields of the run's config."""
+
+    shard_rows: int
+    unit_rows: int
+    unit_bytes: int
+    max_rejected_share: float
+
+
 class _Group:
     """Samples in order, cut into objects of at most so many rows and bytes of states."""
 
@@ -66,8 +76,10 @@ class _Group:
 class _Writer:
     """Writes both artefacts' objects as their groups fill."""
 
-    def __init__(self, rows: Store, states: Store, groups: tuple[_Group, _Group]) -> None:
-        self._rows_store, self._states_store = rows, states
+    def __init__(
+        self, rows: Store, states: Store, identity: str, groups: tuple[_Group, _Group]
+    ) -> None:
+        self._rows_store, self._states_store, self._identity = rows, states, identity
         self._rows_group, self._states_group = groups
         self.rows: list[FileEntry] = []
         self.states: list[FileEntry] = []
@@ -113,7 +125,7 @@ class _Writer:
 
     def _flush_states(self) -> None:
         samples, number = self._states_group.samples, self._states_group.number
-        data = encode_samples(samples)
+        data = encode_samples(samples, identity=self._identity)
         entry = artifacts.put(
             self._states_store,
             f"hidden-{number:06d}.safetensors",
@@ -129,20 +141,21 @@ def take_over(
     *,
     rows: Store,
     states: Store,
-    shard_rows: int,
-    unit_rows: int,
-    unit_bytes: int,
-    max_rejected_share: float,
+    identity: str,
+    settings: Cut,
     told: Callable[[], None],
 ) -> Taken:
     """Write every good sample of a folder into the prefixes of the two artefacts.
 
+    Args: identity: that of the states, which their objects name.
+
     A sample without a supervised token, with a number that is not finite, or with a state of zeros
     is left out and counted. Raises ShardInvalid for any other fault of a sample and where more
-    than `max_rejected_share` of them are left out, ManifestInvalid where tokens or token counts
-    are not those that the folder says, IdentityConflict where other objects lie in a prefix.
+    than `settings.max_rejected_share` of them are left out, ManifestInvalid where tokens or token
+    counts are not those that the folder says, IdentityConflict where other objects lie in a prefix.
     """
-    writer = _Writer(rows, states, (_Group(shard_rows), _Group(unit_rows, unit_bytes)))
+    groups = _Group(settings.shard_rows), _Group(settings.unit_rows, settings.unit_bytes)
+    writer = _Writer(rows, states, identity, groups)
     counted = torch.zeros(len(old.counts), dtype=torch.int64)
     kept = torch.zeros_like(counted)
     rejected: Counter[str] = Counter()
@@ -155,7 +168,7 @@ def take_over(
         num_tokens += len(row.input_ids)
         if row.reason:
             rejected[row.reason] += 1
-            _refuse_too_many(old, rejected, max_rejected_share)
+            _refuse_too_many(old, rejected, settings.max_rejected_share)
         else:
             kept += counts
             longest = max(longest, len(row.input_ids))
