@@ -25,7 +25,7 @@ def merge(
     Raises ManifestInvalid when a unit has no record, when a record is of no unit, or when a
     record's rows do not add up.
     """
-    _check_records(kind, units, records)
+    _check_records(f"work/{kind}/{identity[:16]}/units", units, records)
     done = [records[unit.number] for unit in units]
     files = sorted((entry for record in done for entry in record.files), key=lambda f: f.path)
     return Manifest(
@@ -47,12 +47,12 @@ def merge_token_counts(records: Iterable[UnitRecord]) -> dict[int, int]:
     return _sum(record.token_counts for record in records)
 
 
-def _check_records(kind: str, units: Sequence[Unit], records: Mapping[int, UnitRecord]) -> None:
+def _check_records(where: str, units: Sequence[Unit], records: Mapping[int, UnitRecord]) -> None:
     numbers = {unit.number for unit in units}
     if numbers != set(records):
         missing, strange = sorted(numbers - set(records)), sorted(set(records) - numbers)
         raise ManifestInvalid(
-            f"work/{kind}/units",
+            where,
             wanted=f"one record for each of {len(units)} units",
             found=f"none for {missing[:3]}" if missing else f"records of no unit, {strange[:3]}",
             remedy="run the stage again" if missing else "give the run a prefix of its own",
@@ -62,7 +62,7 @@ def _check_records(kind: str, units: Sequence[Unit], records: Mapping[int, UnitR
         rejected = sum(record.rejected.values())
         if record.rows_in != record.rows_kept + rejected or record.rows_in > unit.num_rows:
             raise ManifestInvalid(
-                f"work/{kind}/units/{unit.number:06d}.json",
+                f"{where}/{unit.number:06d}.json",
                 wanted=f"rows_in = rows_kept + rejected, of {unit.num_rows} rows",
                 found=f"{record.rows_in}, {record.rows_kept} and {rejected}",
                 remedy="delete it and its objects, and run the stage again",

@@ -13,6 +13,7 @@ import yaml
 
 from eagle3 import artifact as artifacts
 from eagle3.store import Store, open_store
+from eagle3.work import Work
 from jobs import prepare
 from tests.cluster import figures, testbed, waiting
 from tests.cluster.cluster import Cluster, Namespace
@@ -82,7 +83,7 @@ def undisturbed() -> dict[str, Any]:
 
 
 def units_done(store: Store) -> int:
-    return len(store.list(f"work/{STAGE}/units"))
+    return len(Work(store, STAGE).finished_units())
 
 
 def wait_for_units(store: Store, count: int) -> None:
