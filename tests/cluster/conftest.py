@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -11,18 +10,18 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.cluster import release, waiting
+from tests.cluster import machine, release, waiting
 from tests.cluster.cluster import Cluster, CommandFailed, Namespace
 from tests.cluster.images import ImagesUnavailable, build_images, record
 from tests.cluster.places import logs
-from tests.cluster.testbed import Unavailable, running_cluster
+from tests.cluster.testbed import Occupied, Unavailable, running_cluster
 
 DID_NOT_START = (OSError, subprocess.SubprocessError, waiting.Late, CommandFailed, RuntimeError)
 
 
-def skip(reason: str) -> NoReturn:
+def skip(reason: str, *, occupied: bool = False) -> NoReturn:
     """Skip with a reason, but where the cluster was asked for: there it is a failure."""
-    if os.environ.get("EAGLE3_CLUSTER") == "required":
+    if machine.insisted() in (("required",) if occupied else ("required", "expected")):
         pytest.fail(reason)
     pytest.skip(reason)
 
@@ -34,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
         try:
             cluster = running.enter_context(running_cluster())
         except Unavailable as reason:
-            skip(f"{reason}.")
+            skip(f"{reason}.", occupied=isinstance(reason, Occupied))
         except DID_NOT_START as error:
             # A machine may lack what nobody thought of.
             skip(f"the test cluster did not start ({error}); see {logs()}.")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster import network
+from tests.cluster.places import STATE
 
 # The kubelet sets these on its start.
 SYSCTLS = (
@@ -21,21 +25,24 @@ SYSCTLS = (
     "vm/panic_on_oom",
 )
 
-# Paths built into containerd, its shims, the CNI library and the kubelet.
-PATHS = (
-    "/etc/cni",
-    "/opt/cni",
-    "/opt/containerd",
-    "/run/containerd",
-    "/run/netns",
-    "/run/xtables.lock",
-    "/usr/libexec/kubernetes",
-    "/var/lib/cni",
-    "/var/lib/containerd",
-    "/var/lib/kubelet",
-    "/var/log/containers",
-    "/var/log/pods",
-)
+# Paths built into containerd, its shims, the CNI library and the kubelet, and below each what a
+# cluster of ours may leave there.
+PATHS: dict[str, tuple[str, ...]] = {
+    "/etc/cni": (),
+    "/opt/cni": (),
+    "/opt/containerd": (),
+    "/run/containerd": ("s/*", "runc/k8s.io/*"),
+    "/run/netns": (),
+    "/run/xtables.lock": (),
+    "/usr/libexec/kubernetes": (),
+    "/var/lib/cni": (f"results/{network.PODS_NAME}-*",),
+    "/var/lib/containerd": (),
+    "/var/lib/kubelet": ("device-plugins/kubelet.sock",),
+    "/var/log/containers": ("*.log",),
+    "/var/log/pods": (),
+}
+# A kubelet's, of whichever cluster: it goes where nothing else is left beside it.
+UNSIGNED = frozenset({"kubelet_internal_checkpoint"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +63,69 @@ class Footprint:
         )
 
     def restore(self) -> None:
-        """Set sysctls back, and remove the paths that were not there."""
+        """Set sysctls back, and remove of paths that were not there what is ours."""
         for name, value in self.sysctls.items():
             if _sysctl(name).read_text() != value:
                 _sysctl(name).write_text(value)
         for path in self.absent:
-            unmount_below(Path(path))
-            if Path(path).is_dir():
-                # Another program may use such a folder by now; what it puts there is its own.
-                shutil.rmtree(path, ignore_errors=True)
+            remove_ours(Path(path), PATHS.get(path, ()))
+
+
+def remove_ours(path: Path, patterns: Iterable[str]) -> None:
+    """Remove what a cluster left at a path that was not there before it, and only that.
+
+    Another program may have come meanwhile and keep its images, its network namespaces or its
+    containers there. So of a folder goes what matches one of the patterns and is ours, and the
+    folder itself only when nothing but empty folders is left in it.
+    """
+    if path.is_file():
+        # The lock of iptables, an empty file; whoever holds it counts on its being this one.
+        with contextlib.suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        return
+    for entry in [entry for pattern in patterns for entry in path.glob(pattern)]:
+        if _is_ours(entry):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
             else:
-                Path(path).unlink(missing_ok=True)
+                entry.unlink(missing_ok=True)
+    if path.is_dir() and not _holds_more(path):
+        if path in _mounts():
+            # `ip netns` mounts its folder on itself.
+            unmount_below(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether an entry that could be ours is: by where it points, or as nobody is behind it."""
+    if entry.is_symlink():
+        return entry.readlink().is_relative_to(STATE)
+    if entry.is_socket():
+        return not _is_answered(entry)
+    if entry.is_dir():
+        # A container of runc names the folder that it was made from.
+        return any(os.fsencode(STATE) in told.read_bytes() for told in entry.glob("state.json"))
+    return True
+
+
+def _is_answered(socket_file: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        return asking.connect_ex(os.fspath(socket_file)) == 0
+
+
+def _holds_more(folder: Path) -> bool:
+    """Whether there is more below a folder than folders, a mount included."""
+    if any(folder in point.parents for point in _mounts()):
+        return True
+    return any(name not in UNSIGNED for _, _, names in os.walk(folder) for name in names)
 
 
 def unmount_below(folder: Path) -> None:
     """Unmount all that is mounted at or below a folder, the latest first."""
     for point in reversed(_mounts()):
         if point.is_relative_to(folder):
-            with contextlib.suppress(subprocess.CalledProcessError):
+            with contextlib.suppress(subprocess.SubprocessError):
                 subprocess.run(["umount", "-l", point], check=True, capture_output=True, timeout=30)
 
 

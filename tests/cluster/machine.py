@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 from tests.cluster import binaries, cgroups
-from tests.cluster.places import cache
+from tests.cluster.places import MODULES, cache
 
 # Debian's names, and a program of each.
 TOOLS = {
@@ -25,6 +26,16 @@ BUILD_GIB = 25
 RUN_GIB = 3
 
 
+def insisted() -> str:
+    """What EAGLE3_CLUSTER asks of tests that find no cluster.
+
+    `required`: to fail. `expected`, as `make test` finds by `expected()`: to fail, but where
+    another process has the machine's. Anything else, such as `optional`: to be skipped, with the
+    reason.
+    """
+    return os.environ.get("EAGLE3_CLUSTER", "")
+
+
 def obstacle() -> str | None:
     """Why no cluster can be started here; None where it can."""
     if absent := binaries.absent():
@@ -36,12 +47,12 @@ def obstacle() -> str | None:
 def expected() -> str | None:
     """Why the tests of the cluster may be skipped here; None where they must run.
 
-    Beyond `obstacle`: root of a container may have all that is asked for, and not the right to use
-    it.
+    Beyond `foundation`: root of a container may have all that is asked for, and not the right to
+    use it. That programs are not built is no reason: where they could be, the build has failed.
     """
     if os.environ.get("KUBECONFIG"):
         return None
-    if reason := obstacle():
+    if reason := foundation():
         return reason
     namespaces = ["unshare", "--net", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
     done = subprocess.run(namespaces, capture_output=True, text=True)
@@ -64,9 +75,26 @@ def foundation() -> str | None:
     missing = [package for package, tool in TOOLS.items() if not shutil.which(tool, path=path)]
     if missing:
         return f"the test cluster needs {', '.join(missing)}; apt-get installs them"
-    if binaries.absent() and not shutil.which("go"):
-        return "the programs of the test cluster are built by Go 1.26, which is missing"
-    return _short_disk()
+    return (_go() if binaries.absent() else None) or _short_disk()
+
+
+def _go() -> str | None:
+    """What is in the way of building, of Go."""
+    modules = "".join(path.read_text() for path in MODULES.glob("*/go.mod"))
+    wanted = max(_version(number) for number in re.findall(r"^go (\S+)$", modules, re.MULTILINE))
+    needs = f"the programs of the test cluster are built by Go {'.'.join(map(str, wanted))}"
+    if not shutil.which("go"):
+        return f"{needs}, which is missing"
+    # Of any other folder's go.mod and of a newer Go on the net it shall say nothing.
+    environment = {**os.environ, "GOTOOLCHAIN": "local", "GOFLAGS": ""}
+    command = ["go", "env", "GOVERSION"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
+    found = done.stdout.strip().removeprefix("go")
+    return f"{needs}, and this is {found or 'none'}" if _version(found) < wanted else None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _short_disk() -> str | None:

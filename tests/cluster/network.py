@@ -17,6 +17,8 @@ HOST_ADDRESS = "10.243.0.254"
 SERVICES = "10.246.0.0/16"
 FIRST_SERVICE = "10.246.0.1"
 PODS = "10.244.0.0/16"
+# What results of ours are called in the folder that all CNI plugins share.
+PODS_NAME = "e3-pods"
 NAMESPACES = Path("/run/netns")
 
 

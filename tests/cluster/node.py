@@ -20,6 +20,8 @@ PAUSE = "localhost/pause:1"
 PLUGINS = "/usr/lib/cni"
 START_SECONDS = 60.0
 IMPORT_SECONDS = 900.0
+# A containerd that is stuck must not hold up whoever removes it.
+ANSWER_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,10 @@ class Node:
             cni=self.folder / "cni",
         )
         self._write(
-            "cni/pods.conflist", leases=self.folder / "leases", pods=network.pods(self.number)
+            "cni/pods.conflist",
+            name=network.PODS_NAME,
+            leases=self.folder / "leases",
+            pods=network.pods(self.number),
         )
         command = ["/usr/bin/containerd", f"--config={self.folder / 'containerd.toml'}"]
         self._start(processes, "containerd", command)
@@ -93,6 +98,7 @@ class Node:
             f"--config={self.folder / 'kubelet.yaml'}",
             f"--kubeconfig={kubelet}",
             f"--root-dir={self.folder / 'kubelet'}",
+            f"--cert-dir={self.folder / 'kubelet' / 'pki'}",
             f"--hostname-override={self.name}",
             f"--node-ip={self.address}",
         ]
@@ -100,10 +106,9 @@ class Node:
 
     def remove_containers(self) -> None:
         """End and remove every container; images stay."""
-        if tasks := self.ctr("tasks", "list", "--quiet").split():
-            self.ctr("tasks", "delete", "--force", *tasks)
-        if containers := self.ctr("containers", "list", "--quiet").split():
-            self.ctr("containers", "delete", *containers)
+        for kind, force in (("tasks", ["--force"]), ("containers", [])):
+            if held := self.ctr(kind, "list", "--quiet", seconds=ANSWER_SECONDS).split():
+                self.ctr(kind, "delete", *force, *held, seconds=ANSWER_SECONDS)
 
     def import_image(self, archive: Path, name: str) -> None:
         """Put an OCI archive into containerd under a name, unless it has it already."""
@@ -129,12 +134,10 @@ class Node:
         if stale:
             self.ctr("images", "remove", "--sync", *stale)
 
-    def ctr(self, *arguments: str) -> str:
+    def ctr(self, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:
         """What containerd's own client answers, in the namespace of Kubernetes."""
         command = ["/usr/bin/ctr", f"--address={self.socket}", "--namespace=k8s.io", *arguments]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         if done.returncode:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +37,10 @@ RECORD = STATE / "record.json"
 
 class Unavailable(Exception):
     """No cluster can be had here now; the message is the reason, in one sentence."""
+
+
+class Occupied(Unavailable):
+    """Another process has the cluster of this machine, which can hold one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ def running_cluster() -> Iterator[Cluster]:
     taken down at the end.
 
     Raises:
-        Unavailable: when this machine cannot hold one, or another process has one.
+        Unavailable: when this machine cannot hold one; Occupied when another process has it.
     """
     if given := os.environ.get("KUBECONFIG"):
         try:
@@ -95,7 +100,7 @@ def up(*, owner: Process | None = None) -> tuple[Cluster, bool]:
     """The running cluster, and whether it was started now; with an owner it is for that process.
 
     Raises:
-        Unavailable: when this machine cannot hold one, or another process has one.
+        Unavailable: when this machine cannot hold one; Occupied when another process has it.
     """
     if reason := machine.obstacle():
         raise Unavailable(reason)
@@ -103,9 +108,7 @@ def up(*, owner: Process | None = None) -> tuple[Cluster, bool]:
         record = Record.read()
         if record and _lives(record):
             if record.owner and record.owner != owner:
-                raise Unavailable(
-                    f"the cluster on this machine is that of process {record.owner.pid}"
-                )
+                raise Occupied(f"the cluster on this machine is that of process {record.owner.pid}")
             return _cluster(record), False
         _remove()
         start = time.monotonic()
@@ -222,8 +225,7 @@ def _remove() -> bool:
     if record.boot == _boot():
         for node in _nodes():
             if any(each.alive() for each in processes.named(f"containerd-{node.name}")):
-                with contextlib.suppress(OSError):
-                    node.remove_containers()
+                empty(node)
     stop(processes.recorded(), patience=1.0)
     for name in NODES:
         kill_where(cgroups.members(name))
@@ -236,6 +238,12 @@ def _remove() -> bool:
     record.footprint.restore()
     shutil.rmtree(STATE)
     return True
+
+
+def empty(node: Node) -> None:
+    """Remove a node's containers, as far as its containerd answers: it is killed next anyway."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        node.remove_containers()
 
 
 def _lives(record: Record) -> bool:
