@@ -1,12 +1,16 @@
 """Of a checkpoint only the bytes that are needed are read: from a folder and from a real S3."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from eagle3.config import VerifierConfig
+from eagle3.errors import EnvironmentMisconfigured
 from eagle3.store import Store, open_store
 from eagle3.verifier import open_verifier
+from eagle3.verifier.files import SCRATCH_BYTES, open_files
 from tests import weight_bytes
 from tests.s3_server import BUCKET, S3Server
 from tests.tiny_verifiers import make_kimi, make_llama
@@ -86,3 +90,58 @@ def test_of_a_bucket(
 def test_what_is_read_is_a_small_part_of_a_large_file(models: dict[str, Path]) -> None:
     size = (models["llama"] / "model.safetensors").stat().st_size
     assert weight_bytes.identity(models["llama"], KEYS["llama"]) < size / 8
+
+
+class TestRoom:
+    """Whether a download fits is asked before a byte of it is read."""
+
+    def remote(self, folder: Path) -> str:
+        store = open_store(f"memory://room/{folder.name}")
+        for path in folder.iterdir():
+            store.put_file(path, path.name)
+        return store.url
+
+    def test_the_pod_s_limit_counts_where_the_node_s_disk_is_larger(
+        self,
+        models: dict[str, Path],
+        read: list[tuple[str, int]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        needed = sum(path.stat().st_size for path in models["kimi"].iterdir())
+        files = open_files(self.remote(models["kimi"]))
+        monkeypatch.setenv(SCRATCH_BYTES, str(needed - 1))
+        with pytest.raises(EnvironmentMisconfigured) as refused:
+            files.whole_folder(tmp_path)
+        assert f"wanted room for {needed} bytes" in str(refused.value)
+        assert f"found {needed - 1} bytes before its pod is evicted" in str(refused.value)
+        assert "stages.<stage>.scratch" in str(refused.value)
+        assert not read
+        monkeypatch.setenv(SCRATCH_BYTES, str(needed))
+        assert files.whole_folder(tmp_path).is_dir()
+
+    def test_the_disk_counts_where_it_is_smaller(
+        self, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        full = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr("eagle3.verifier.files.shutil.disk_usage", lambda place: full)
+        monkeypatch.setenv(SCRATCH_BYTES, str(10**15))
+        files = open_files(self.remote(models["llama"]))
+        with pytest.raises(EnvironmentMisconfigured, match="found 1000 bytes free on its disk"):
+            files.whole_folder(tmp_path)
+
+    def test_the_pod_s_limit_is_not_that_of_a_claim_mounted_elsewhere(
+        self, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Another mount than that of the test's own folder, on every Linux.
+        monkeypatch.setattr(tempfile, "tempdir", "/proc")
+        monkeypatch.setenv(SCRATCH_BYTES, "1")
+        assert open_files(self.remote(models["llama"])).whole_folder(tmp_path).is_dir()
+
+    def test_a_limit_that_is_no_number_is_one_sentence(
+        self, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(SCRATCH_BYTES, "200Gi")
+        with pytest.raises(EnvironmentMisconfigured, match="wanted a number of bytes, found 200Gi"):
+            open_files(self.remote(models["llama"])).whole_folder(tmp_path)

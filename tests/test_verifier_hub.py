@@ -7,6 +7,7 @@ so is the storage that it sends the client to for weights.
 import contextlib
 import json
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,7 @@ from eagle3.errors import (
     VerifierInvalid,
 )
 from eagle3.verifier import Verifier, hub, open_verifier
+from eagle3.verifier.files import SCRATCH_BYTES
 from tests import weight_bytes
 from tests.tiny_verifiers import make_kimi
 
@@ -154,8 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data)
+            # Counted first: whoever has the answer may look at once.
             self.server.sent[name] = self.server.sent.get(name, 0) + len(data)
+            self.wfile.write(data)
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +345,19 @@ def test_a_hub_id_in_the_cache_needs_no_hub(
     assert verifier.facts() == msgspec.structs.replace(here.facts(), commit=commit)
     assert verifier.tokenizer_facts() == here.tokenizer_facts()
     assert verifier.local_folder(tmp_path) == repo / "snapshots" / commit
+
+
+def test_a_verifier_that_the_pod_may_not_hold_is_refused_before_a_weight_is_downloaded(
+    folder: Path, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    verifier = opened()
+    weights = sum(path.stat().st_size for path in folder.glob("model-*.safetensors"))
+    monkeypatch.setenv(SCRATCH_BYTES, str(weights - 1))
+    with pytest.raises(EnvironmentMisconfigured, match=f"room for {weights} bytes of owner/tiny"):
+        verifier.local_folder(tmp_path)
+    assert not any(name.endswith(".safetensors") for name in server.sent)
+    monkeypatch.setenv(SCRATCH_BYTES, str(weights))
+    assert verifier.local_folder(tmp_path).name == COMMITS[0]
+    monkeypatch.setenv(SCRATCH_BYTES, "1")
+    assert verifier.local_folder(tmp_path).name == COMMITS[0], "nothing is left to download"

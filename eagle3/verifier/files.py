@@ -7,7 +7,9 @@ weights by ranges, so that nothing is downloaded whole before an engine needs it
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ _SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*",
 )  # fmt: skip
 _PARALLEL_DOWNLOADS = 8
+# Set in a stage's pod: bytes that TMPDIR's volume may hold before the pod is evicted, however large
+# the disk.
+SCRATCH_BYTES = "EAGLE3_SCRATCH_BYTES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +119,13 @@ class VerifierFiles:
         Raises EnvironmentMisconfigured where it does not fit.
         """
         if self.repo is not None:
+            missing = hub.missing_bytes(self.repo, self.revision)
+            _check_room(self.where, missing, hub.cache())
             return hub.snapshot(self.repo, self.revision, allow=None)
         if (folder := self.store.local_path()) is not None:
             return folder
         infos = [info for info in self.store.list() if not _is_never_needed(info.path)]
-        needed, free = sum(info.bytes for info in infos), shutil.disk_usage(scratch).free
-        if needed > free:
-            raise EnvironmentMisconfigured(
-                str(scratch),
-                wanted=f"{needed} bytes free for {self.where}",
-                found=f"{free} bytes",
-                remedy="set TMPDIR to a larger disk, or mount the model as a folder",
-            )
+        _check_room(self.where, sum(info.bytes for info in infos), scratch)
         target = scratch / "verifier"
         with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
             done = [
@@ -186,3 +186,37 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
 
 def _is_never_needed(path: str) -> bool:
     return any(fnmatch(path, pattern) for pattern in hub.NEVER_NEEDED)
+
+
+def _check_room(where: str, needed: int, folder: Path) -> None:
+    """Raises EnvironmentMisconfigured where so many bytes do not fit, before one is read."""
+    place = next(one for one in (folder, *folder.parents) if one.exists())
+    room, whose = shutil.disk_usage(place).free, "free on its disk"
+    remedy = "use a larger disk (TMPDIR, of the hub HF_HOME), or mount the model as a folder"
+    limit = _pod_limit()
+    # A claim that is mounted elsewhere has no limit but its own size.
+    if limit is not None and limit < room and _mount(place) == _mount(Path(tempfile.gettempdir())):
+        room, whose = limit, "before its pod is evicted"
+        remedy = "raise stages.<stage>.scratch of the chart, or mount the model by weights.claim"
+    if needed > room:
+        raise EnvironmentMisconfigured(
+            str(folder),
+            wanted=f"room for {needed} bytes of {where}",
+            found=f"{room} bytes {whose}",
+            remedy=remedy,
+        )
+
+
+def _pod_limit() -> int | None:
+    told = os.environ.get(SCRATCH_BYTES)
+    if told is None:
+        return None
+    if not told.isdecimal():
+        raise EnvironmentMisconfigured(
+            SCRATCH_BYTES, wanted="a number of bytes", found=told, remedy="correct it, or unset it"
+        )
+    return int(told)
+
+
+def _mount(folder: Path) -> Path:
+    return next(one for one in (folder, *folder.parents) if one.is_mount())

@@ -21,6 +21,7 @@ from huggingface_hub import (
     snapshot_download,
 )
 from huggingface_hub.errors import (
+    DryRunError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -66,6 +67,23 @@ def snapshot(repo: str, revision: str | None, *, allow: list[str] | None) -> Pat
                 ignore_patterns=list(NEVER_NEEDED) if allow is None else None,
             )
         )
+
+
+def cache() -> Path:
+    """Where snapshots lie; it may not be there yet."""
+    return Path(constants.HF_HUB_CACHE)
+
+
+def missing_bytes(repo: str, commit: str | None) -> int:
+    """Bytes that a whole snapshot has yet to download; 0 where the hub is not there to tell."""
+    with _translated(repo):
+        try:
+            files = snapshot_download(
+                repo, revision=commit, ignore_patterns=list(NEVER_NEEDED), dry_run=True
+            )
+        except DryRunError:
+            return 0
+    return sum(file.file_size or 0 for file in files if file.will_download)
 
 
 def size(repo: str, commit: str, name: str) -> int:
