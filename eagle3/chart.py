@@ -93,9 +93,11 @@ class NamedValues(_Values, frozen=True, kw_only=True):
 
 
 class ServiceAccountValues(_Values, frozen=True, kw_only=True):
-    """What both service accounts carry, such as a cloud role."""
+    """What the release's own accounts carry, such as a cloud role; or those to use instead."""
 
     annotations: dict[str, str]
+    stage_name: Name | UnsetType = UNSET
+    runner_name: Name | UnsetType = UNSET
 
 
 class CredentialsValues(_Values, frozen=True, kw_only=True):

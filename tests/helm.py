@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster import binaries, testbed
+from tests.cluster import binaries, machine, testbed
 from tests.cluster.binaries import Clients, NotBuilt
 from tests.conftest import ROOT
 
@@ -37,6 +36,7 @@ EVERYTHING: dict[str, Any] = {
     "extraVolumes": [{"name": "cache", "persistentVolumeClaim": {"claimName": "cache"}}],
     "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache", "readOnly": False}],
     "weights": {"claim": "verifier"},
+    "config": {"verifier": {"source": "/models/kimi-k2.5"}},
     "tolerations": [{"key": "drafts", "operator": "Exists", "effect": "NoSchedule"}],
     "priorityClassName": "batch",
     "runtimeClassName": "nvidia",
@@ -124,14 +124,15 @@ class Helm:
         text = self("template", name, str(CHART), f"--values={CHART / profile}", *values)
         return Release(tuple(one for one in yaml.safe_load_all(text) if one), text)
 
-    def release_of(self, profile: str, values: Object) -> Release:
+    def release_of(self, profile: str, values: Object, *, name: str = "e3") -> Release:
         """A profile with further values, rendered. Raises Refused."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            yaml.safe_dump(values, file)
+            # As JSON: PyYAML does not quote a text such as 1e5, a number to Helm.
+            json.dump(values, file)
             file.flush()
             text = self(
                 "template",
-                "e3",
+                name,
                 str(CHART),
                 f"--values={CHART / profile}",
                 f"--values={file.name}",
@@ -152,7 +153,7 @@ def client(of: str, program: str) -> str:
                 if not clients.folder.exists():
                     clients.build()
             except (NotBuilt, OSError) as error:
-                if os.environ.get("EAGLE3_CLUSTER") == "required":
+                if machine.insisted() in ("required", "expected"):
                     raise
                 pytest.skip(f"Helm and kubectl are not here: {error}")
     return str(Path(clients.folder) / program)

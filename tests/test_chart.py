@@ -3,8 +3,6 @@
 import difflib
 import functools
 import json
-import shutil
-import subprocess
 
 import kubernetes_validate
 import msgspec
@@ -41,28 +39,6 @@ def helm(helms):
 def full(helm):
     """Kimi's profile with every value set."""
     return helm.release_of(KIMI, EVERYTHING)
-
-
-@pytest.fixture(scope="module")
-def edited(tmp_path_factory):
-    """The manifests of each folder after its settings were edited, as `kubectl apply -k`."""
-    kubectl = client("clients", "kubectl")
-    root = tmp_path_factory.mktemp("k8s")
-    shutil.copytree(ROOT / "k8s", root / "k8s")
-    built = {}
-    for folder in chart.PLAIN:
-        settings = root / folder / "settings.yaml"
-        told = yaml.safe_load(settings.read_text())
-        told["data"] = {"store": "s3://mine/drafts", "credentials": "mine"}
-        settings.write_text(yaml.safe_dump(told))
-        done = subprocess.run(
-            [kubectl, "kustomize", str(root / folder)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        built[folder] = [one for one in yaml.safe_load_all(done.stdout) if one]
-    return built
 
 
 def main_of(pod):
@@ -337,6 +313,16 @@ class TestPods:
             assert resources["requests"]["ephemeral-storage"] == size
             assert {"name": "scratch", "emptyDir": {"sizeLimit": size}} in pod["volumes"]
 
+    def test_a_stage_knows_what_its_pod_may_hold(self, helm):
+        """The disk below is the node's and larger: a download that fits it may end in eviction."""
+        limit = {"containerName": "stage", "resource": "limits.ephemeral-storage"}
+        told = {"name": "EAGLE3_SCRATCH_BYTES", "valueFrom": {"resourceFieldRef": limit}}
+        for whose, pod in helm.release(KIMI).pods():
+            for container in [*pod.get("initContainers", []), *pod["containers"]]:
+                assert (told in container["env"]) == (whose in STAGE_NAMES)
+        elsewhere = helm.release(KIMI, "env.TMPDIR=/claim").jobs["extract"]
+        assert told not in main_of(elsewhere["spec"]["template"]["spec"])["env"]
+
     def test_everything_that_may_be_set_arrives(self, full):
         job = full.jobs["extract"]
         pod, stage = job["spec"]["template"]["spec"], main_of(job["spec"]["template"]["spec"])
@@ -456,47 +442,6 @@ class TestJobs:
         assert tuple(jobs) == tuple(name for name in STAGE_NAMES if name != "regenerate")
 
 
-class TestNames:
-    def test_the_same_values_are_the_same_run_to_the_byte(self, helm):
-        again = Helm(helm.path).release.__wrapped__(helm, CPU)
-        assert again.text == helm.release(CPU).text
-
-    def test_other_values_are_another_run(self, helm):
-        ours, other = helm.release(CPU), helm.release(CPU, "stages.train.memory=7Gi")
-        assert ours.run["metadata"]["name"] != other.run["metadata"]["name"]
-        assert ours.run["immutable"] is True
-        kept = [*ours.of_kind("Job"), ours.run]
-        assert all(
-            one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in kept
-        )
-
-    @pytest.mark.parametrize(
-        "told",
-        [
-            "runner.memory=1Gi",
-            "runner.pollSeconds=60",
-            "networkPolicy.enabled=false",
-            "serviceAccount.annotations.role=drafts",
-        ],
-    )
-    def test_what_surrounds_a_run_may_be_corrected_while_it_goes_on(self, helm, told):
-        ours, other = helm.release(CPU), helm.release(CPU, told)
-        assert ours.run == other.run, "stages already done are not begun again"
-        assert ours.text != other.text
-
-    def test_what_belongs_to_the_release_has_the_same_name_in_every_run(self, helm):
-        def names(release):
-            return {
-                (one["kind"], one["metadata"]["name"])
-                for one in release.objects
-                if "eagle3/run" not in one["metadata"]["labels"]
-            }
-
-        shared = names(helm.release(CPU))
-        assert shared == names(helm.release(CPU, "stages.train.memory=7Gi"))
-        assert ("ConfigMap", "e3") in shared
-
-
 class TestNetwork:
     def test_nothing_comes_in_and_private_addresses_are_closed(self, helm):
         release = helm.release(SMALL)
@@ -567,40 +512,3 @@ class TestProfiles:
                 pod = helm.release(profile).jobs[stage.name]["spec"]["template"]["spec"]
                 held = main_of(pod)["resources"]["limits"].get("nvidia.com/gpu", "0")
                 assert int(held) == gpus
-
-
-class TestPlainManifests:
-    @pytest.mark.parametrize("folder", chart.PLAIN)
-    def test_settings_are_edited_in_one_place(self, edited, folder):
-        text = yaml.safe_dump_all(edited[folder])
-        told = yaml.safe_load((ROOT / folder / "settings.yaml").read_text())["data"]
-        assert told["store"] not in text
-        assert told["credentials"] not in text
-        # In the gate, in the stage and beside them, of seven Jobs; and once on the ConfigMap.
-        assert text.count("s3://mine/drafts") == 7 * 3 + 1
-        assert "local-config" not in text
-
-    @pytest.mark.parametrize("folder", chart.PLAIN)
-    def test_a_stage_is_chosen_by_its_label(self, edited, folder):
-        by_stage = {}
-        for one in edited[folder]:
-            by_stage.setdefault(one["metadata"]["labels"]["eagle3/stage"], []).append(one["kind"])
-        shared = by_stage.pop("shared")
-        assert sorted(shared) == ["ConfigMap", "NetworkPolicy", "ServiceAccount"]
-        assert by_stage == {name: ["Job"] for name in STAGE_NAMES}
-
-    def test_the_settings_as_shipped_are_those_that_were_rendered(self):
-        for folder, profile in chart.PLAIN.items():
-            told = yaml.safe_load((ROOT / folder / "settings.yaml").read_text())["data"]
-            values = yaml.safe_load((CHART / profile).read_text())
-            assert told["store"] == f"{values['store']}/{chart.PLAIN_RUN}"
-            assert told["credentials"] == values["credentials"]["secretName"]
-
-    def test_each_job_is_complete_with_its_gate(self):
-        for folder in chart.PLAIN:
-            for name in STAGE_NAMES:
-                path = ROOT / folder / chart.plain_file(name)
-                (job,) = yaml.safe_load_all(path.read_text())
-                pod = job["spec"]["template"]["spec"]
-                assert gate_of(pod)["command"][3:5] == ["--stage", name]
-                assert main_of(pod)["command"][2] == f"jobs.{name}"

@@ -92,6 +92,22 @@ BY_SENTENCE = {
         {"stages": {"extract": {"shm": None}}},
         "stages.extract.shm: wanted a size beside gpus, found none",
     ),
+    "a claim beside a verifier in a bucket": (
+        {"weights": {"claim": "kimi"}},
+        "config.verifier.source: wanted a folder at or below /models beside weights.claim, found",
+    ),
+    "a verifier beside the claim": (
+        {"weights": {"claim": "kimi"}, "config": {"verifier": {"source": "/models-old/kimi"}}},
+        "config.verifier.source: wanted a folder at or below /models beside weights.claim",
+    ),
+    "annotations for accounts of others": (
+        {"serviceAccount": {"annotations": {"a": "b"}, "stageName": "a", "runnerName": "b"}},
+        "serviceAccount.annotations: wanted none beside stageName and runnerName",
+    ),
+    "the pod's limit": (
+        {"env": {"EAGLE3_SCRATCH_BYTES": "1"}},
+        "env.EAGLE3_SCRATCH_BYTES: wanted no variable that the chart sets itself",
+    ),
     "a variable of the chart's own": (
         {"env": {"EAGLE3_STORE": "s3://other"}},
         "env.EAGLE3_STORE: wanted no variable that the chart sets itself",
@@ -151,6 +167,12 @@ def test_a_file_that_holds_a_token_may_be_named(helm):
     env = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token", "VLLM_MAX_TOKENS": "9"}
     key = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
     assert helm.release_of(CPU, {"env": env, "extraEnv": [key]}).jobs
+
+
+@pytest.mark.parametrize("source", ["/models", "/models/kimi", "file:///models/kimi"])
+def test_a_verifier_on_its_claim_is_taken(helm, source):
+    told = {"weights": {"claim": "kimi"}, "config": {"verifier": {"source": source}}}
+    assert helm.release_of(CPU, told).jobs
 
 
 def test_it_can_be_a_part_of_another_chart(helm, tmp_path):

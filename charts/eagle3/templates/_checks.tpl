@@ -19,6 +19,15 @@
 {{- if regexMatch (include "eagle3.credentialInUrl" .) (.Values.config | toJson | replace "\\u0026" "&") -}}
 {{- fail "config: wanted URLs without a password or a signature, found one that has it; put it into a Secret and name that in credentials.secretName." -}}
 {{- end -}}
+{{- $mounted := trimSuffix "/" .Values.weights.mountPath -}}
+{{- $source := dig "verifier" "source" "" .Values.config -}}
+{{- if and .Values.weights.claim (not (hasPrefix (printf "%s/" $mounted) (printf "%s/" (trimPrefix "file://" $source)))) -}}
+{{- fail (printf "config.verifier.source: wanted a folder at or below %s beside weights.claim, found %q; name the verifier's folder on the claim, or leave the claim out." $mounted $source) -}}
+{{- end -}}
+{{- $accounts := .Values.serviceAccount -}}
+{{- if and $accounts.annotations $accounts.stageName $accounts.runnerName -}}
+{{- fail "serviceAccount.annotations: wanted none beside stageName and runnerName, whose accounts are not the chart's to change, found some; annotate those accounts, and leave these out." -}}
+{{- end -}}
 {{- range .Values.extraVolumes -}}
 {{- if has .name (list "run" "scratch" "dshm" "weights") -}}
 {{- fail (printf "extraVolumes: wanted names that the chart does not use itself, found %q; give the volume another." .name) -}}
@@ -53,7 +62,7 @@
 {{/* Takes where, env. */}}
 {{- define "eagle3.checkEnv" -}}
 {{- range $name, $value := .env -}}
-{{- if has $name (list "EAGLE3_STORE" "NODE_NAME") -}}
+{{- if has $name (list "EAGLE3_STORE" "EAGLE3_SCRATCH_BYTES" "NODE_NAME") -}}
 {{- fail (printf "%s.%s: wanted no variable that the chart sets itself, found %q; remove it, and set `store` instead." $.where $name $value) -}}
 {{- end -}}
 {{- $named := regexMatch "(?i)(SECRET|CONNECTION_STRING|(^|_)(TOKEN|PASSWORD|PASSWD|PASSPHRASE|KEY)$)" $name -}}
@@ -71,7 +80,7 @@
 {{- if $standing -}}
 {{- range $key, $text := .data -}}
 {{- if ne (trim $text) (trim (index $standing.data $key | default "")) -}}
-{{- fail (printf "run.id: wanted the values that this run was started with, found others (%s of the ConfigMap %s differs); give the new run an id of its own, or see docs/cluster.md on going on with other values." $key $name) -}}
+{{- fail (printf "run.id: wanted the values and the version of the chart that this run was started with, found others (%s of the ConfigMap %s differs); give the new run an id of its own, or see docs/cluster.md on going on with other values." $key $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

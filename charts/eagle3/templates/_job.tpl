@@ -14,7 +14,7 @@
 {{- $_ := set $usual "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (max 30 (sub (int64 $size.graceSeconds) 30) | toString) -}}
 {{- end -}}
 {{- $own := mergeOverwrite $usual ($size.env | default dict) -}}
-{{- $env := dict "root" $root "env" $own "digest" $digest "threads" (not $size.gpus) -}}
+{{- $env := dict "root" $root "env" $own "digest" $digest "threads" (not $size.gpus) "limited" true -}}
 apiVersion: batch/v1
 kind: Job
 metadata:
@@ -22,7 +22,7 @@ metadata:
   labels:
     {{- include "eagle3.jobLabels" $names | nindent 4 }}
     {{- with $values.queueName }}
-    kueue.x-k8s.io/queue-name: {{ . }}
+    kueue.x-k8s.io/queue-name: {{ . | quote }}
     {{- end }}
   annotations:
     eagle3/store: {{ include "eagle3.store" $root | quote }}

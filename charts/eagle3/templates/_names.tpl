@@ -1,13 +1,24 @@
-{{/* The run's id: given, or made of everything that its configuration and its Jobs are made of.
-     What surrounds a run may be corrected while it goes on. */}}
+{{/* The run's id: given, or made of everything that its configuration and its Jobs are made of: the
+     chart's version too, which is the usual tag of the images. What surrounds a run may be corrected
+     while it goes on. */}}
 {{- define "eagle3.runId" -}}
 {{- $own := omit .Values "global" "networkPolicy" "runner" "serviceAccount" -}}
+{{- with .Values.serviceAccount.stageName -}}
+{{- $_ := set $own "stageAccount" . -}}
+{{- end -}}
 {{- .Values.run.id | default (printf "%s %s" .Chart.Version (toJson $own) | sha256sum | trunc 8) -}}
 {{- end -}}
 
 {{/* The name of a run's objects; eagle3.checks refuses a release whose name would not fit. */}}
 {{- define "eagle3.run" -}}
 {{- printf "%s-%s" .Release.Name (include "eagle3.runId" .) -}}
+{{- end -}}
+
+{{/* The service account of a pod: one that exists, or the release's own. Takes root, account: stage
+     or runner. */}}
+{{- define "eagle3.account" -}}
+{{- $given := index .root.Values.serviceAccount (printf "%sName" .account) -}}
+{{- $given | default (printf "%s-%s" .root.Release.Name .account) -}}
 {{- end -}}
 
 {{- define "eagle3.store" -}}

@@ -1,7 +1,7 @@
 {{/* What every pod of ours says of itself; Pod Security "restricted" asks for most of it.
      Takes root, and account: stage or runner. */}}
 {{- define "eagle3.pod" -}}
-serviceAccountName: {{ .root.Release.Name }}-{{ .account }}
+serviceAccountName: {{ include "eagle3.account" . | quote }}
 automountServiceAccountToken: {{ eq .account "runner" }}
 enableServiceLinks: false
 restartPolicy: Never
@@ -18,10 +18,10 @@ securityContext:
 imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- with .root.Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -51,7 +51,8 @@ securityContext:
 {{/* The environment, the same in a stage and in its gate: one identity, or the gate proves nothing.
      Everything that writes is sent to the volume /scratch. Without a GPU there are as many threads as
      processors were asked for, rounded up: two engines that each take all of a node wait for each
-     other's threads. Takes root, env, digest, threads. */}}
+     other's threads. Whoever downloads a verifier is told what the pod may hold: the disk below is the
+     node's and larger. Takes root, env, digest, threads, and limited in a stage's Job. */}}
 {{- define "eagle3.env" -}}
 {{- $usual := dict
   "HOME" "/scratch"
@@ -75,6 +76,13 @@ securityContext:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
+{{- if and .limited (or (eq $env.TMPDIR "/scratch") (hasPrefix "/scratch/" $env.TMPDIR)) }}
+- name: EAGLE3_SCRATCH_BYTES
+  valueFrom:
+    resourceFieldRef:
+      containerName: stage
+      resource: limits.ephemeral-storage
+{{- end }}
 {{- if and .threads (not (hasKey $env "OMP_NUM_THREADS")) }}
 - name: OMP_NUM_THREADS
   valueFrom:
@@ -96,7 +104,7 @@ securityContext:
 {{- with .Values.credentials.secretName }}
 envFrom:
   - secretRef:
-      name: {{ . }}
+      name: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -104,7 +112,7 @@ envFrom:
 {{- define "eagle3.volumes" -}}
 - name: run
   configMap:
-    name: {{ include "eagle3.run" .root }}
+    name: {{ include "eagle3.run" .root | quote }}
 - name: scratch
   emptyDir:
     sizeLimit: {{ .scratch }}
@@ -117,7 +125,7 @@ envFrom:
 {{- if .weights }}
 - name: weights
   persistentVolumeClaim:
-    claimName: {{ .root.Values.weights.claim }}
+    claimName: {{ .root.Values.weights.claim | quote }}
     readOnly: true
 {{- end }}
 {{- with .root.Values.extraVolumes }}
