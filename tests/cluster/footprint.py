@@ -35,12 +35,16 @@ PATHS: dict[str, tuple[str, ...]] = {
     "/run/netns": (),
     "/run/xtables.lock": (),
     "/usr/libexec/kubernetes": (),
-    "/var/lib/cni": (f"results/{network.PODS_NAME}-*",),
+    "/var/lib/cni": ("results/*",),
     "/var/lib/containerd": (),
     "/var/lib/kubelet": ("device-plugins/kubelet.sock",),
     "/var/log/containers": ("*.log",),
     "/var/log/pods": (),
 }
+# What a file of ours tells: its folder, its network, or its name server.
+SIGNS = tuple(
+    os.fsencode(sign) for sign in (f"{STATE}/", f'"{network.PODS_NAME}"', f'"{network.address(1)}"')
+)
 # A kubelet's, of whichever cluster: it goes where nothing else is left beside it.
 UNSIGNED = frozenset({"kubelet_internal_checkpoint"})
 
@@ -103,10 +107,9 @@ def _is_ours(entry: Path) -> bool:
         return entry.readlink().is_relative_to(STATE)
     if entry.is_socket():
         return not _is_answered(entry)
-    if entry.is_dir():
-        # A container of runc names the folder that it was made from.
-        return any(os.fsencode(STATE) in told.read_bytes() for told in entry.glob("state.json"))
-    return True
+    # A container of runc tells the folder that it was made from.
+    files = entry.glob("state.json") if entry.is_dir() else [entry]
+    return any(sign in file.read_bytes() for file in files for sign in SIGNS)
 
 
 def _is_answered(socket_file: Path) -> bool:

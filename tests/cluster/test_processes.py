@@ -209,6 +209,19 @@ class TestFootprint:
         footprint.remove_ours(run, footprint.PATHS["/run/containerd"])
         assert not run.exists()
 
+    def test_results_of_plugins_are_ours_by_network_or_name_server(self, tmp_path):
+        """Each containerd leaves those of the loopback, under a name that is the same for all."""
+        told = {
+            "e3-pods-1-eth0": {"networkName": "e3-pods"},
+            "cni-loopback-1-lo": {"capabilityArgs": {"dns": {"Servers": ["10.243.0.1"]}}},
+            "cni-loopback-2-lo": {"capabilityArgs": {"dns": {"Servers": ["10.96.0.10"]}}},
+        }
+        (tmp_path / "results").mkdir()
+        for name, content in told.items():
+            (tmp_path / "results" / name).write_text(json.dumps(content))
+        footprint.remove_ours(tmp_path, footprint.PATHS["/var/lib/cni"])
+        assert [path.name for path in (tmp_path / "results").iterdir()] == ["cni-loopback-2-lo"]
+
     def test_a_socket_that_is_answered_stays(self, tmp_path):
         (tmp_path / "s").mkdir()
         with socket.socket(socket.AF_UNIX) as theirs, socket.socket(socket.AF_UNIX) as dead:
