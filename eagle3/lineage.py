@@ -62,7 +62,7 @@ def _traced(name: str, ref: InputRef, artifact: Artifact, told: set[str]) -> Lin
     below = []
     for input_name, upstream in sorted(artifact.manifest.inputs.items()):
         try:
-            found = _open(upstream, artifact)
+            found = input_of(artifact, input_name)
         except Eagle3Error as error:
             below.append(Link(name=input_name, ref=upstream, error=error))
             continue
@@ -72,6 +72,47 @@ def _traced(name: str, ref: InputRef, artifact: Artifact, told: set[str]) -> Lin
         told.add(found.digest)
         below.append(_traced(input_name, upstream, found, told))
     return Link(name=name, ref=ref, artifact=artifact, below=tuple(below))
+
+
+def input_of(consumer: Artifact, name: str) -> Artifact:
+    """An input of an artefact: where it was read, or beside the artefact, known by its content.
+
+    A run may have been copied whole, and its manifests still name the first place. Raises the
+    fault of that place (UpstreamMissing, ManifestInvalid, or what a store raises that does not
+    answer) where neither holds the content that was read.
+    """
+    ref = consumer.manifest.inputs[name]
+    beside = f"{consumer.store.url.rpartition('/')[0]}/{ref.artifact}"
+    faults: list[Eagle3Error] = []
+    for url in dict.fromkeys((ref.url, beside)):
+        try:
+            found = artifacts.find(open_store(url))
+        except Eagle3Error as error:
+            faults.append(error)
+            continue
+        if found is not None and found.digest == ref.digest:
+            return found
+        faults.append(_other_input(consumer, name, ref, found))
+    raise faults[0]
+
+
+def _other_input(
+    consumer: Artifact, name: str, ref: InputRef, found: Artifact | None
+) -> Eagle3Error:
+    where = f"{consumer.store.url}/{MANIFEST_NAME}: inputs.{name}"
+    if found is None:
+        return UpstreamMissing(
+            where,
+            wanted=f"{ref.artifact} {ref.digest[:16]} at {ref.url}, or beside it",
+            found="no manifest",
+            remedy="put it back, or make this artefact again from one that stands",
+        )
+    return ManifestInvalid(
+        f"{where}.digest",
+        wanted=f"{ref.digest[:16]} at {ref.url}, which it was made from",
+        found=found.digest[:16],
+        remedy=f"put that {ref.artifact} back, or {artifacts.again(consumer.manifest.artifact)}",
+    )
 
 
 def artifact_or_last(url: str) -> Artifact:
@@ -94,8 +135,8 @@ def artifact_or_last(url: str) -> Artifact:
 def walk(start: Iterable[Artifact]) -> list[Artifact]:
     """The artefacts given and all that they were made from, each once, the conversations first.
 
-    Every manifest is read where its consumer read it and must still have the digest that the
-    consumer recorded. Raises UpstreamMissing, ManifestInvalid.
+    Every manifest must still have the digest that its consumer recorded, see `input_of`, which
+    also tells what is raised.
     """
     found: dict[str, Artifact] = {}
     waiting = list(start)
@@ -104,7 +145,7 @@ def walk(start: Iterable[Artifact]) -> list[Artifact]:
         if artifact.digest in found:
             continue
         found[artifact.digest] = artifact
-        waiting += [_open(ref, artifact) for ref in artifact.manifest.inputs.values()]
+        waiting += [input_of(artifact, name) for name in artifact.manifest.inputs]
     order = {kind: place for place, kind in enumerate(ARTIFACT_KINDS)}
     return sorted(found.values(), key=lambda item: (order[item.manifest.artifact], item.digest))
 
@@ -162,22 +203,3 @@ def _training_conversations(prepared: Artifact) -> Iterator[str]:
 
 def _is_rows(path: str) -> bool:
     return path.startswith("rows-") and path.endswith(".jsonl")
-
-
-def _open(ref: InputRef, consumer: Artifact) -> Artifact:
-    found = artifacts.find(open_store(ref.url))
-    if found is None:
-        raise UpstreamMissing(
-            f"{ref.url}/{MANIFEST_NAME}",
-            wanted=f"the {ref.artifact} artefact that {consumer.store.url} was made from",
-            found="no manifest",
-            remedy="put it back: without it nobody can tell what the data was made from",
-        )
-    if found.digest != ref.digest:
-        raise ManifestInvalid(
-            f"{ref.url}/{MANIFEST_NAME}",
-            wanted=f"content {ref.digest[:16]}, which {consumer.store.url} was made from",
-            found=found.digest[:16],
-            remedy="put back what was there, or make again what was made from it",
-        )
-    return found

@@ -58,6 +58,8 @@ def _label(link: Link) -> Text:
     elif link.repeated:
         label.append("  as above", style="dim")
     elif link.artifact is not None:
+        if link.artifact.store.url != link.ref.url:
+            label.append(f"  found at {link.artifact.store.url}")
         label.append(f"  {_told(link.artifact.manifest)}")
     return label
 

@@ -24,6 +24,7 @@ from eagle3.conversations import (
     visible,
 )
 from eagle3.errors import ConfigError, ManifestInvalid, UpstreamMissing
+from eagle3.lineage import input_of
 from eagle3.manifest import MANIFEST_NAME, FileEntry, Manifest
 from eagle3.shards import ShardReader, TokenRow, decode_rows, read_tokens
 from eagle3.store import open_store
@@ -100,9 +101,9 @@ def _headline(manifest: Manifest) -> str:
 
 def _verifier(artifact: Artifact, scratch: Path, trusted: bool) -> LoadedVerifier:
     """The `verifier/` artefact whose tokenizer the rows were made with."""
-    ref = artifact.manifest.inputs.get("verifier")
-    url = ref.url if ref else f"{artifact.store.url.rpartition('/')[0]}/verifier"
-    beside = artifacts.find(open_store(url))
+    url = f"{artifact.store.url.rpartition('/')[0]}/verifier"
+    named = "verifier" in artifact.manifest.inputs
+    beside = input_of(artifact, "verifier") if named else artifacts.find(open_store(url))
     if beside is None:
         raise UpstreamMissing(
             f"{url}/{MANIFEST_NAME}",
@@ -112,7 +113,7 @@ def _verifier(artifact: Artifact, scratch: Path, trusted: bool) -> LoadedVerifie
         )
     if beside.manifest.tokenizer != artifact.manifest.tokenizer:
         raise ManifestInvalid(
-            f"{url}: tokenizer",
+            f"{beside.store.url}: tokenizer",
             wanted="the one that the rows were made with",
             found="another",
             remedy="name the artefact in the run that it belongs to",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,10 @@ from rich.console import Console
 
 from eagle3 import artifact as artifacts
 from eagle3.errors import UpstreamMissing
-from eagle3.lineage import artifact_or_last, trace
+from eagle3.lineage import artifact_or_last, trace, walk
 from eagle3.manifest import SourceFile
 from eagle3.store import Store, open_store
+from eagle3.verification.outside import look_at
 from jobs import cli
 from jobs.lineage import show
 from tests.upstreams import HIDDEN_STATES, VERIFIER, commit, rewrite
@@ -90,7 +92,7 @@ def test_a_link_to_another_content_is_shown_in_its_place_and_exits_65(run):
     assert code == 65
     line = next(line for line in text.splitlines() if "BROKEN" in line)
     assert "vocab: vocab" in line
-    assert "put back what was there" in text
+    assert "put that vocab back" in text
 
 
 def test_a_damaged_manifest_in_the_tree_is_a_broken_link(run):
@@ -105,6 +107,35 @@ def test_a_tree_of_all_links_holds_each_error(run):
     run.delete("prepare/data_config.json")
     errors = list(trace(artifact_or_last(run.url)).errors())
     assert [type(error) for error in errors] == [UpstreamMissing] * 5
+
+
+@pytest.fixture
+def copied(run: Store, tmp_path: Path) -> Store:
+    """The run copied whole to another place, and no longer where it was written."""
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "run")
+    return open_store(f"file://{tmp_path}/copy")
+
+
+def test_a_run_that_was_copied_whole_is_as_whole_for_lineage_as_for_verify(run, copied):
+    code, text = shown(copied.url)
+    assert code == 0
+    for source in SOURCES:
+        assert source.url in text
+    assert f"prepare {artifact_or_last(copied.child('prepare').url).digest[:12]}" in text
+    assert f"{run.url}/prepare  found at {copied.url}/prepare" in text, "which copy, is said"
+    kinds = [found.manifest.artifact for found in walk([artifact_or_last(copied.url)])]
+    assert kinds == ["verifier", "prepare", "extract", "vocab", "train"]
+    for kind in kinds:
+        assert look_at(copied.child(kind)).findings == []
+
+
+def test_a_copy_beside_of_another_content_is_no_input_and_the_first_place_is_named(run, copied):
+    rewrite(copied, "vocab", facts={"draft_vocab_size": 63})
+    code, text = shown(copied.url)
+    assert code == 66
+    assert f"at {run.url}/vocab, or beside it, found no manifest" in text
+    assert [type(error) for error in look_at(copied.child("train")).findings] == [UpstreamMissing]
 
 
 def test_many_files_of_conversations_are_counted_past_twenty(run):

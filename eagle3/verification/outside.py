@@ -18,7 +18,8 @@ from eagle3.errors import (
     ServiceUnavailable,
     UpstreamMissing,
 )
-from eagle3.manifest import MANIFEST_NAME, InputRef
+from eagle3.lineage import input_of
+from eagle3.manifest import MANIFEST_NAME
 from eagle3.stages import ARTIFACT_KINDS, STAGES
 from eagle3.store import ObjectInfo, Store, open_store
 from eagle3.upstream import agree, check_alone, cross_check
@@ -174,46 +175,8 @@ def _open_inputs(seen: Outside, artifact: Artifact) -> None:
             )
             continue
         try:
-            seen.inputs[name] = _input(artifact, name, ref)
+            seen.inputs[name] = input_of(artifact, name)
         except _AWAY as error:
             seen.notes.append(f"{artifact.store.url}: input {name} could not be read: {error}")
         except Eagle3Error as error:
             seen.findings.append(error)
-
-
-def _input(artifact: Artifact, name: str, ref: InputRef) -> Artifact:
-    """The input where it was read, or beside the artefact: a run may have been copied whole.
-
-    Raises the fault of the first place where neither holds the content that was read.
-    """
-    beside = f"{artifact.store.url.rpartition('/')[0]}/{ref.artifact}"
-    faults: list[Eagle3Error] = []
-    for url in dict.fromkeys((ref.url, beside)):
-        try:
-            found = find(open_store(url))
-        except Eagle3Error as error:
-            faults.append(error)
-            continue
-        if found is not None and found.digest == ref.digest:
-            return found
-        faults.append(_other_input(artifact, name, ref, found))
-    raise faults[0]
-
-
-def _other_input(
-    artifact: Artifact, name: str, ref: InputRef, found: Artifact | None
-) -> Eagle3Error:
-    where = f"{artifact.store.url}/{MANIFEST_NAME}: inputs.{name}"
-    if found is None:
-        return UpstreamMissing(
-            where,
-            wanted=f"{ref.artifact} {ref.digest[:16]} at {ref.url}",
-            found="no manifest",
-            remedy="put it back, or make this artefact again from one that stands",
-        )
-    return ManifestInvalid(
-        f"{where}.digest",
-        wanted=f"{ref.digest[:16]} at {ref.url}, which it was made from",
-        found=found.digest[:16],
-        remedy=f"put that {ref.artifact} back, or {again(artifact.manifest.artifact)}",
-    )
