@@ -7,7 +7,7 @@ nothing and writes nothing. The arithmetic is `eagle3.planning`'s.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,25 @@ from rich.text import Text
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig
-from eagle3.config_fields import settings_that_affect
 from eagle3.planning import (
+    Claim,
+    Done,
     Known,
     RunPlan,
     StagePlan,
     bytes_of,
     bytes_per_token,
+    claim_of,
+    done_of,
     know,
+    other_data,
+    other_settings,
     served_parameters,
     tokens_of,
     training_memory,
 )
 from eagle3.stages import Stage, stage_named
 from eagle3.store import Store, open_store
-from eagle3.work import Work
 from jobs.local import chosen_stages
 from jobs.process import input_urls
 
@@ -81,7 +85,7 @@ def make_plan(
         stages=stages,
         counted=known.counted,
         storage_bytes=sum(stage.bytes for stage in stages),
-        bytes_to_write=sum(stage.bytes for stage in stages if stage.state == "to run"),
+        bytes_to_write=sum(stage.bytes_to_write for stage in stages),
         gpu_hours=sum(stage.hours * stage.gpus for stage in stages),
         training_bytes_per_second=train_rate * per_token,
         training_bytes=known.tokens * per_token * config.train.epochs,
@@ -93,14 +97,14 @@ def make_plan(
 
 
 def _stage(known: Known, stage: Stage) -> StagePlan:
-    state, why = _state(known, stage)
+    state, why, done = _state(known, stage)
     tokens = tokens_of(stage.name, known.config, known.tokens)
     rate = known.rates.get(stage.name) if tokens else None
     nodes = known.nodes if stage.indexed else 1
     hours = tokens / rate.tokens_per_second / nodes / 3600 if rate else 0.0
-    committed = known.standing.get(stage.writes[-1])
-    size = _bytes(known, stage)
-    if committed is not None:
+    left = round(_bytes(known, stage) * (1 - done.share))
+    size = done.bytes + left
+    if stage.writes[-1] in known.standing:
         written = [known.standing[kind] for kind in stage.writes if kind in known.standing]
         size = sum(entry.bytes for one in written for entry in one.manifest.files)
     return StagePlan(
@@ -110,8 +114,9 @@ def _stage(known: Known, stage: Stage) -> StagePlan:
         rows=known.rows if tokens and stage.name != "evaluate" else 0,
         tokens=tokens,
         bytes=size,
+        bytes_to_write=left if state == "to run" else 0,
         gpus=stage.gpus * nodes,
-        hours=hours if state == "to run" else 0.0,
+        hours=hours * (1 - done.share) if state == "to run" else 0.0,
         rate=rate,
     )
 
@@ -122,66 +127,52 @@ def _bytes(known: Known, stage: Stage) -> int:
     return bytes_of(stage.name, known.config, known.verifier, drafts, counts)
 
 
-def _state(known: Known, stage: Stage) -> tuple[str, str]:
-    """Whether the stage is done, and why it is not."""
+def _state(known: Known, stage: Stage) -> tuple[str, str, Done]:
+    """Whether the stage is done, why it is not, and what of it is."""
     if known.store is None:
-        return "to run", "no store was named"
+        return "to run", "no store was named", Done()
     committed = known.standing.get(stage.writes[-1])
-    section = getattr(known.config, stage.name)
+    if committed is not None and committed.store.url != known.store.child(stage.writes[-1]).url:
+        return "cached", f"read from {committed.store.url}", Done()
+    claim = claim_of(known.store, stage.name)
+    if committed is None and claim is None:
+        missing = [kinds for kinds in stage.reads.values() if not known.standing.keys() & {*kinds}]
+        why = f"waits for {missing[0][-1]}" if missing else "what it reads is there"
+        return "to run", why, Done()
+    refused = _refused(known, stage, claim, committed)
+    if refused:
+        return "refused", refused, Done()
     if committed is not None:
-        if committed.store.url != known.store.child(stage.writes[-1]).url:
-            return "cached", f"read from {committed.store.url}"
-        differing = _differing(section, _resolved(section, committed.manifest.config))
-        if differing:
-            return "refused", f"{stage.name}.{differing}; use a store prefix of its own"
-        stale = _stale(known, stage, committed)
-        return ("refused", stale) if stale else ("cached", f"committed as {committed.digest[:12]}")
-    claim = _claimed(known.store, stage)
-    if claim is not None:
-        differing = _differing(section, claim)
-        if differing:
-            return "refused", f"begun with {stage.name}.{differing}; use a prefix of its own"
-        units = len(Work(known.store, stage.name).finished_units())
-        return "to run", f"begun, {units} units done" if units else "begun"
-    missing = [kinds for kinds in stage.reads.values() if not known.standing.keys() & {*kinds}]
-    return "to run", f"waits for {missing[0][-1]}" if missing else "what it reads is there"
+        return "cached", f"committed as {committed.digest[:12]}", Done()
+    done = done_of(known.store, stage.name, known.config, known.rows)
+    if done.units:
+        return "to run", f"begun, {done.units} units done, {done.share:.0%} of the rows", done
+    return "to run", "begun; told as if nothing of it were done", done
 
 
-def _resolved(section: msgspec.Struct, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that affect, of a section as a manifest recorded it; none of another version."""
-    try:
-        return settings_that_affect(msgspec.convert(config, type(section)))
-    except msgspec.ValidationError:
-        return {}
+def _refused(known: Known, stage: Stage, claim: Claim | None, committed: Artifact | None) -> str:
+    """Why `run` would refuse what stands or was begun; empty where it would go on."""
+    differing = other_settings(
+        known.config, stage.name, known.verifier, claim=claim, committed=committed
+    )
+    begun = "" if committed is not None else "begun with "
+    if differing:
+        return f"{begun}{differing}; use a store prefix of its own"
+    if stage.name == "prepare" and (other := other_data(known.config, claim, committed)):
+        return f"{other}; use a store prefix of its own"
+    return _stale(known, stage, claim, committed)
 
 
-def _claimed(store: Store, stage: Stage) -> dict[str, Any] | None:
-    try:
-        record = msgspec.json.decode(store.read_bytes(f"work/{stage.name}/claim.json"))
-        settings: dict[str, Any] = record["settings"]
-    except FileNotFoundError:
-        return None
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return {}
-    return settings
-
-
-def _differing(section: msgspec.Struct, standing: Mapping[str, Any]) -> str:
-    """The first field that affects the result and stands otherwise; empty where all agree."""
-    for name, value in settings_that_affect(section).items():
-        if name in standing and standing[name] != value:
-            return f"{name} {standing[name]}, and is {value} now"
-    return ""
-
-
-def _stale(known: Known, stage: Stage, committed: Artifact) -> str:
-    """Which input is another than the one that the artefact was made from, if any."""
+def _stale(known: Known, stage: Stage, claim: Claim | None, committed: Artifact | None) -> str:
+    """Which input is another than the one that the stage was done or begun with, if any."""
     assert known.store is not None, "asked of a run with a store"
+    was: dict[str, Any] = dict(claim.inputs) if claim is not None else {}
+    if committed is not None:
+        was |= {name: ref.digest for name, ref in committed.manifest.inputs.items()}
     for name, url in input_urls(known.config, known.store, stage).items():
-        ref = committed.manifest.inputs.get(name)
         found = artifacts.find(open_store(url))
-        if ref is not None and found is not None and found.digest != ref.digest:
-            return f"input {name} is {found.digest[:12]} and was {ref.digest[:12]}"
+        if name in was and found is not None and found.digest != was[name]:
+            return f"input {name} is {found.digest[:12]} and was {was[name][:12]}"
     return ""
 
 
@@ -197,7 +188,7 @@ def _warnings(known: Known, stages: Sequence[StagePlan]) -> Iterator[str]:
             "the draft's memory and size are left out: train.geometry does not say its shape, and "
             "the verifier's attention lends none"
         )
-    needed = sum(stage.bytes for stage in stages if stage.state == "to run")
+    needed = sum(stage.bytes_to_write for stage in stages)
     free = _free(known.store)
     if free is not None and free < needed:
         yield f"the store has room for {_size(free)}, and {_size(needed)} are to be written"

@@ -21,11 +21,11 @@ from eagle3.errors import (
     Stopped,
     VerifierInvalid,
 )
+from eagle3.manifest import default_layer_ids
 from eagle3.progress import Progress
 from eagle3.removal import plan_removal, remove
 from eagle3.shards import Sample, ShardReader, encode_samples, header_of
 from eagle3.store import Store, open_store
-from eagle3.verifier import default_layer_ids
 from eagle3.vllm_capture import EngineOptions
 from eagle3.work import Work
 from jobs import extract, prepare, process

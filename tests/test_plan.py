@@ -16,9 +16,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from eagle3 import artifact as artifacts
 from eagle3.config import RunConfig, load_config, parse_config
+from eagle3.config_fields import settings_that_affect
 from eagle3.errors import ConfigError
-from eagle3.manifest import FileEntry, VerifierFacts
+from eagle3.manifest import FileEntry, SourceFile, VerifierFacts
 from eagle3.planning import (
     DEFAULT_RATES,
     DraftShape,
@@ -33,7 +35,7 @@ from eagle3.planning import (
 )
 from eagle3.stages import STAGE_NAMES
 from eagle3.store import Store, open_store
-from eagle3.work import Work
+from eagle3.work import UnitRecord, Work
 from jobs import cli
 from jobs.plan import as_json, make_plan, show
 from tests.conftest import ROOT
@@ -183,7 +185,9 @@ def run_up_to_extract(store: Store, folder: Path) -> None:
     entry = FileEntry(path="config.json", bytes=len(data), sha256=sha256)
     nothing = {"rows_in": 0, "rows_kept": 0, "total_samples": 0, "total_tokens": 0}
     verifier = commit(store, "verifier", files=(entry,), **nothing)
-    rows = commit(store, "prepare", verifier=VERIFIER)
+    chats = str(folder / "chats.jsonl")
+    sources = (SourceFile(url=f"file://{chats}", bytes=4500, sha256="c" * 64),)
+    rows = commit(store, "prepare", verifier=VERIFIER, sources=sources)
     below = {"rows": rows, "verifier": verifier}
     figures = {"tokens_per_second": 600.0}
     commit(store, "extract", inputs=below, measured=figures, **HIDDEN_STATES)
@@ -239,11 +243,157 @@ def test_an_input_that_is_another_by_now_is_refused(folder, store):
 def test_begun_work_goes_on_or_is_refused(folder, store):
     config = config_of(folder)
     Work(store, "train").claim({}, {"epochs": 3})
-    assert stages_of(make_plan(config, store))["train"].why == "begun"
+    train = stages_of(make_plan(config, store))["train"]
+    assert (train.state, train.why) == ("to run", "begun; told as if nothing of it were done")
     other = config_of(folder, train={"epochs": 5})
     refused = stages_of(make_plan(other, store))["train"]
     assert refused.state == "refused"
     assert refused.why.startswith("begun with train.epochs 3, and is 5 now")
+
+
+@pytest.fixture
+def begun(folder: Path) -> Store:
+    """A run whose extract has not finished: claimed with the ids that `null` stands for."""
+    store = open_store(f"file://{folder}/begun")
+    run_up_to_extract(store, folder)
+    shutil.rmtree(store.local_path() / "extract")
+    claimed_extract(folder, store)
+    return store
+
+
+def claimed_extract(folder: Path, store: Store) -> Work:
+    rows = artifacts.find(store.child("prepare"))
+    assert rows is not None
+    claimed = {**settings_that_affect(config_of(folder).extract), "layer_ids": [2, 4, 5, 8]}
+    work = Work(store, "extract")
+    work.claim({"rows": rows.digest}, claimed)
+    return work
+
+
+def test_begun_with_the_default_layers_goes_on_with_null_and_with_the_same_ids_written(
+    folder, begun
+):
+    for ids in (None, [2, 4, 5, 8]):
+        extract = stages_of(make_plan(config_of(folder, extract={"layer_ids": ids}), begun))
+        assert extract["extract"].state == "to run", ids
+        assert extract["extract"].hours > 0
+    other = config_of(folder, extract={"layer_ids": [1, 4, 5, 8]})
+    refused = stages_of(make_plan(other, begun))["extract"]
+    assert refused.why.startswith(
+        "begun with extract.layer_ids [2, 4, 5, 8], and is [1, 4, 5, 8] now"
+    )
+
+
+def test_begun_with_other_layers_than_the_default_is_refused_for_null(folder, begun):
+    claim = begun.local_path("work/extract/claim.json")
+    assert claim is not None
+    claim.write_text(claim.read_text().replace("[2,4,5,8]", "[1,4,5,8]"))
+    refused = stages_of(make_plan(config_of(folder), begun))["extract"]
+    assert (refused.state, refused.hours) == ("refused", 0.0)
+    assert "extract.layer_ids [1, 4, 5, 8], and is [2, 4, 5, 8] now" in refused.why
+
+
+def test_committed_with_the_default_layers_is_cached_by_null_and_by_the_same_ids(folder, store):
+    for ids, state in ((None, "cached"), ([2, 4, 5, 8], "cached"), ([1, 4, 5, 8], "refused")):
+        config = config_of(folder, extract={"layer_ids": ids})
+        shutil.rmtree(store.local_path() / "extract")
+        commit(store, "extract", config={"layer_ids": None}, **HIDDEN_STATES)
+        assert stages_of(make_plan(config, store))["extract"].state == state, ids
+
+
+def test_begun_on_another_input_is_refused(folder, begun):
+    shutil.rmtree(begun.local_path() / "prepare")
+    commit(begun, "prepare", verifier=VERIFIER, facts={"other": 1})
+    assert "input rows is" in stages_of(make_plan(config_of(folder), begun))["extract"].why
+
+
+def test_only_what_no_finished_unit_has_done_is_still_to_come(folder, begun):
+    whole = stages_of(make_plan(config_of(folder), begun))["extract"]
+    entry = FileEntry(path="hidden-000000.safetensors", bytes=10_000, sha256="d" * 64)
+    record = UnitRecord(unit=0, rows_in=4, rows_kept=4, files=(entry,))
+    claimed_extract(folder, begun).record(record)
+    plan = make_plan(config_of(folder), begun)
+    extract = stages_of(plan)["extract"]
+    assert extract.why == "begun, 1 units done, 67% of the rows", "4 rows of 6"
+    assert extract.hours == pytest.approx(whole.hours / 3)
+    assert extract.bytes_to_write == pytest.approx(whole.bytes / 3, abs=1)
+    assert extract.bytes == 10_000 + extract.bytes_to_write
+    others = sum(stage.bytes_to_write for stage in plan.stages if stage.stage != "extract")
+    assert plan.bytes_to_write == others + extract.bytes_to_write
+    assert plan.gpu_hours == pytest.approx(sum(one.hours * one.gpus for one in plan.stages))
+
+
+def test_units_of_answers_are_counted_by_the_rows_they_are_cut_from(folder, begun):
+    config = config_of(folder, regenerate={"enabled": True, "unit_rows": 2})
+    work = Work(begun, "regenerate")
+    work.claim({}, {})
+    # Two rows of one conversation: its record counts one.
+    work.record(UnitRecord(unit=0, rows_in=1, rows_kept=1))
+    assert stages_of(make_plan(config, begun))["regenerate"].why.endswith("33% of the rows")
+
+
+def appended(folder: Path) -> dict[str, Any]:
+    with (folder / "chats.jsonl").open("ab") as file:
+        file.write(b"one more\n")
+    return {}
+
+
+def one_more(folder: Path) -> dict[str, Any]:
+    shutil.copy(folder / "chats.jsonl", folder / "more.jsonl")
+    data = [str(folder / "chats.jsonl"), str(folder / "more.jsonl")]
+    return {"prepare": {"data": data, "max_seq_len": 128}}
+
+
+def other_verifier(folder: Path) -> dict[str, Any]:
+    text = json.dumps({**LLAMA_TEXT, "num_hidden_layers": 9})
+    (folder / "model" / "config.json").write_text(text)
+    return {}
+
+
+DATA = {
+    appended: "chats.jsonl has 4,509 bytes, and had 4,500",
+    one_more: "prepare.data names 2 files, and named 1",
+    other_verifier: "verifier.source has num_hidden_layers 9, and had 8",
+}
+
+
+@pytest.mark.parametrize("change", DATA, ids=lambda change: change.__name__)
+def test_other_conversations_or_another_verifier_than_prepare_read_are_refused(
+    change, folder, store
+):
+    assert stages_of(make_plan(config_of(folder), store))["prepare"].state == "cached"
+    found = stages_of(make_plan(config_of(folder, **change(folder)), store))["prepare"]
+    assert found.state == "refused"
+    assert DATA[change] in found.why
+
+
+def test_files_that_were_moved_or_are_gone_tell_nothing_of_what_prepare_read(folder, store):
+    (folder / "moved").mkdir()
+    shutil.move(folder / "chats.jsonl", folder / "moved" / "chats.jsonl")
+    assert stages_of(make_plan(config_of(folder), store))["prepare"].state == "cached"
+    data = {"data": [str(folder / "moved" / "*.jsonl")], "max_seq_len": 128}
+    assert stages_of(make_plan(config_of(folder, prepare=data), store))["prepare"].state == "cached"
+
+
+def test_begun_prepare_is_refused_for_more_files_and_for_answers_to_come(folder):
+    store = open_store(f"file://{folder}/new")
+    claim = {"regenerate": {"enabled": False}}
+    Work(store, "prepare").claim({"data.0": "c" * 64}, claim)
+    assert stages_of(make_plan(config_of(folder), store))["prepare"].state == "to run"
+    more = stages_of(make_plan(config_of(folder, **one_more(folder)), store))["prepare"]
+    assert more.why.startswith("prepare.data names 2 files, and named 1")
+    answers = config_of(folder, regenerate={"enabled": True})
+    refused = stages_of(make_plan(answers, store))["prepare"]
+    assert refused.why.startswith("begun with regenerate {'enabled': False}, and is")
+
+
+def test_a_draft_exported_under_another_name_is_refused(folder, store):
+    commit(store, "export", facts={"serving_name": "org/model"})
+    config = config_of(folder)
+    assert stages_of(make_plan(config, store))["export"].state == "cached"
+    renamed = {"source": str(folder / "model"), "serving_name": "org/other"}
+    refused = stages_of(make_plan(config_of(folder, verifier=renamed), store))["export"]
+    assert refused.why.startswith("verifier.serving_name org/model, and is org/other now")
 
 
 def test_another_run_s_artefact_counts_as_done(folder, store):

@@ -19,12 +19,11 @@ from eagle3.errors import (
     ManifestInvalid,
     VerifierInvalid,
 )
-from eagle3.manifest import FileEntry, Manifest
+from eagle3.manifest import FileEntry, Manifest, default_layer_ids
 from eagle3.store import Store, open_store, sha256_of_file
 from eagle3.verifier import (
     TextModel,
     Verifier,
-    default_layer_ids,
     load_verifier_artifact,
     open_verifier,
     reopen_verifier,

@@ -23,6 +23,7 @@ from eagle3.manifest.fields import (
     SourceFile,
     TokenizerFacts,
     VerifierFacts,
+    default_layer_ids,
 )
 from eagle3.manifest.seal import sealed
 
@@ -44,6 +45,7 @@ __all__ = [
     "check",
     "check_states",
     "decode",
+    "default_layer_ids",
     "digest",
     "encode",
     "identity_of",

@@ -16,6 +16,13 @@ LAYER_ID_CONVENTION = "input_of_layer"
 FINAL_HIDDEN_STATE = "pre_norm"
 STATES_DTYPE = "bfloat16"
 
+
+def default_layer_ids(num_hidden_layers: int) -> tuple[int, int, int, int]:
+    """The ids that vLLM's own default takes, and the last: [2, n//2, n-3, n]."""
+    n = num_hidden_layers
+    return (2, n // 2, n - 3, n)
+
+
 # Past so many objects a manifest names an index of them and not each by itself.
 MOST_INLINE = 1000
 

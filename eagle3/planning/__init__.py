@@ -22,9 +22,12 @@ from eagle3.planning.arithmetic import (
     training_memory,
 )
 from eagle3.planning.known import Known, know
+from eagle3.planning.standing import Claim, Done, claim_of, done_of, other_data, other_settings
 
 __all__ = [
     "DEFAULT_RATES",
+    "Claim",
+    "Done",
     "DraftShape",
     "Known",
     "Rate",
@@ -33,10 +36,14 @@ __all__ = [
     "TrainingMemory",
     "bytes_of",
     "bytes_per_token",
+    "claim_of",
+    "done_of",
     "draft_shape",
     "extract_bytes",
     "frozen_parameters",
     "know",
+    "other_data",
+    "other_settings",
     "served_parameters",
     "state_bytes",
     "tokens_of",

@@ -160,9 +160,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         state: `cached`, `to run`, or `refused` where the stage would end with 65.
         why: in a few words.
         tokens: that pass through it; 0 where the work does not grow with them.
-        bytes: that it will write, or has written.
+        bytes: that it will have written in the end; `bytes_to_write` of them are still to come.
         gpus: held while it runs, over all nodes.
-        hours: still to come.
+        hours: still to come: of a begun stage those of what no finished unit has done.
         rate: that the hours were taken from.
     """
 
@@ -172,6 +172,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
+    bytes_to_write: int = 0
     gpus: int = 0
     hours: float = 0.0
     rate: Rate | None = None
@@ -182,7 +183,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         counted: where rows and tokens come from.
-        storage_bytes: of all artefacts; `bytes_to_write` of those that do not stand yet.
+        storage_bytes: of all artefacts; `bytes_to_write` of what does not stand yet.
         training_bytes_per_second: that the store must give for the GPUs not to wait.
         training_bytes: read in all epochs together.
         memory: None where the draft's shape is not known yet.

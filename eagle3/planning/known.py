@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import msgspec
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.config import HUB_ID, RunConfig
+from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
 from eagle3.manifest import VerifierFacts
 from eagle3.planning.arithmetic import (
@@ -24,6 +23,7 @@ from eagle3.planning.arithmetic import (
     Rate,
     draft_shape,
 )
+from eagle3.planning.sources import figures_at, files_named
 from eagle3.stages import Stage
 from eagle3.store import Store, open_store
 
@@ -104,31 +104,20 @@ def _verifier(
     committed = standing.get("verifier")
     if committed is not None and committed.manifest.verifier is not None:
         return committed.manifest.verifier, json.loads(committed.read("config.json"))
-    source = config.verifier.source
-    where = f"{source}/config.json"
-    if HUB_ID.fullmatch(source) and not Path(source).exists():
+    text = figures_at(config.verifier.source)
+    if text is None:
         raise ConfigError(
             "verifier.source",
             wanted="a folder or a URL, or a run whose verifier/ is committed",
-            found=f"{source}, of the hub, which a plan does not ask",
+            found=f"{config.verifier.source}, of the hub, which a plan does not ask",
             remedy="give --verifier a local copy of its config.json's folder, or run prepare first",
         )
-    try:
-        raw = json.loads(open_store(source).read_bytes("config.json"))
-        text = raw.get("text_config", raw)
-        facts = VerifierFacts(
-            fingerprint="",
-            num_hidden_layers=int(text["num_hidden_layers"]),
-            hidden_size=int(text["hidden_size"]),
-            vocab_size=int(text["vocab_size"]),
-        )
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            where,
-            wanted="the verifier's config.json, with its layers, hidden and vocabulary size",
-            found=f"{type(error).__name__}: {error}",
-            remedy="correct verifier.source",
-        ) from error
+    facts = VerifierFacts(
+        fingerprint="",
+        num_hidden_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+    )
     return facts, text
 
 
@@ -151,14 +140,7 @@ def _counted(config: RunConfig, standing: Mapping[str, Artifact]) -> tuple[int, 
 
 def _text_bytes(path: str) -> int:
     """Bytes of the text in a file of conversations, or in all files that a pattern names."""
-    folder, _, name = path.rpartition("/")
-    store = open_store(folder or ".")
-    sizes = {info.path: info.bytes for info in store.list() if fnmatch.fnmatch(info.path, name)}
-    if not sizes:
-        raise ConfigError(
-            "prepare.data", wanted="files that are there", found=path, remedy="correct the path"
-        )
-    return int(sum(size * _unpacked(file) for file, size in sizes.items()))
+    return int(sum(size * _unpacked(url) for url, size in files_named(path)))
 
 
 def _unpacked(name: str) -> float:

@@ -13,7 +13,6 @@ from eagle3.verifier.text_model import (
     TENSORS_NAME,
     TextModel,
     ThreeTensors,
-    default_layer_ids,
 )
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "TextModel",
     "ThreeTensors",
     "Verifier",
-    "default_layer_ids",
     "load_verifier_artifact",
     "open_verifier",
     "reopen_verifier",

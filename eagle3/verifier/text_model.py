@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.errors import ConfigError, VerifierInvalid
+from eagle3.manifest import default_layer_ids
 from eagle3.verifier import tokenizer as tokenizers
 
 CONFIG_NAME = "config.json"
@@ -138,9 +139,3 @@ class TextModel(ABC):
                 "the output of layer k, as older lists count, is k + 1",
             )
         return ids
-
-
-def default_layer_ids(num_hidden_layers: int) -> tuple[int, int, int, int]:
-    """The ids that vLLM's own default takes, and the last: [2, n//2, n-3, n]."""
-    n = num_hidden_layers
-    return (2, n // 2, n - 3, n)
