@@ -15,9 +15,19 @@ from typing import Any
 
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
+from eagle3.capture import Head
 from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
-from eagle3.legacy import CONVENTION, Cut, OldFolder, Taken, inputs_of, take_over
+from eagle3.legacy import (
+    CONVENTION,
+    Cut,
+    OldFolder,
+    Proof,
+    Taken,
+    inputs_of,
+    prove_states,
+    take_over,
+)
 from eagle3.manifest import (
     FINAL_HIDDEN_STATE,
     LAYER_ID_CONVENTION,
@@ -43,6 +53,8 @@ def take_in(source: str, config: RunConfig, store: Store) -> str:
     verifier = open_verifier(config.verifier)
     old.check_verifier(verifier.facts())
     layer_ids = inputs_of(old.manifest.layer_ids, verifier.num_hidden_layers, old.where())
+    # Before the claim: a verifier that cannot be is not held against the next one.
+    proof = prove_states(OldFolder(source), head_of(verifier))
     store.probe()
     imported = {
         "data_format_version": old.manifest.data_format_version,
@@ -71,7 +83,7 @@ def take_in(source: str, config: RunConfig, store: Store) -> str:
     upstream["rows"] = run.commit(rows_manifest(old, taken, verifier, imported, identity))
     states_run = replace(states_run, inputs=upstream)
     claim_states(states_run, identity, verifier, layer_ids, imported)
-    manifest = states_manifest(old, taken, upstream, layer_ids, of_states)
+    manifest = states_manifest(old, taken, upstream, layer_ids, of_states, proof)
     states = states_run.commit(manifest)
     return (
         f"took over {states.manifest.total_samples} samples, {states.manifest.total_tokens} tokens "
@@ -89,6 +101,13 @@ def refuse_regenerate(config: RunConfig) -> None:
             found="true",
             remedy="write regenerate: {enabled: false}",
         )
+
+
+def head_of(verifier: Verifier) -> Head:
+    """What turns the verifier's last states into logits."""
+    tensors = verifier.three_tensors()
+    eps = float(verifier.text_config["rms_norm_eps"])
+    return Head(norm=tensors.norm, lm_head=tensors.lm_head, eps=eps)
 
 
 def cut_of(config: RunConfig) -> Cut:
@@ -187,8 +206,9 @@ def states_manifest(
     upstream: Mapping[str, Artifact],
     layer_ids: tuple[int, ...],
     identity: str,
+    proof: Proof,
 ) -> Manifest:
-    """The states, with the ids of today and those of then."""
+    """The states, with the ids of today and those of then, and what proved them."""
     samples, tokens = totals(taken.states)
     source = upstream["verifier"].manifest
     return Manifest(
@@ -202,6 +222,7 @@ def states_manifest(
         total_samples=samples,
         total_tokens=tokens,
         facts={"imported": upstream["rows"].manifest.facts["imported"]},
+        measured=proof.as_measured(),
         model_path=old.manifest.model_path,
         layer_ids=layer_ids,
         max_seq_len=old.manifest.max_seq_len,

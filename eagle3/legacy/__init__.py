@@ -10,6 +10,7 @@ no prompt can be shown to be unknown to a draft that was trained on it.
 """
 
 from eagle3.legacy.folder import CONVENTION, OldFolder, OldManifest, OldRow, inputs_of
+from eagle3.legacy.proof import Proof, prove_states
 from eagle3.legacy.takeover import Cut, Taken, take_over
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "OldFolder",
     "OldManifest",
     "OldRow",
+    "Proof",
     "Taken",
     "inputs_of",
+    "prove_states",
     "take_over",
 ]

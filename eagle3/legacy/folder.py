@@ -154,7 +154,7 @@ class OldFolder:
     def rows(self) -> Iterator[OldRow]:
         """Every sample in order, each checked in full. Raises ShardInvalid."""
         for number in range(self.manifest.total_samples):
-            yield self._row(number)
+            yield self.row(number)
 
     def _manifest(self) -> OldManifest:
         try:
@@ -195,7 +195,7 @@ class OldFolder:
                 remedy="copy the folder again, whole",
             )
 
-    def _row(self, number: int) -> OldRow:
+    def row(self, number: int) -> OldRow:
         name = f"data_{number}.pt"
         found = self._load(name)
         if not isinstance(found, dict) or not {"input_ids", "loss_mask", "hidden_states"} <= set(
