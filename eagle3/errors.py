@@ -17,6 +17,7 @@
     ├── UpstreamMissing          66  the artefact that a stage reads is not committed
     ├── ServiceUnavailable       69  a store or an engine is away; trying again can help
     ├── TemporaryFailure         75  trying again can help
+    │   └── CredentialsUnusable      none are given, or they are not valid any more
     ├── PermissionRefused        77  a store says no
     ├── EnvironmentMisconfigured 78  this machine or container lacks something
     └── Stopped                 143  SIGTERM came; what is finished is kept
@@ -149,6 +150,10 @@ class TemporaryFailure(Eagle3Error):
 
     exit_code = 75
     retry_can_help = True
+
+
+class CredentialsUnusable(TemporaryFailure):
+    """There are no credentials or old ones; a process that starts anew may be given others."""
 
 
 class PermissionRefused(Eagle3Error):

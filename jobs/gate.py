@@ -1,7 +1,8 @@
 """The gate: what an init container runs before a stage may hold any GPU.
 
-`python -m jobs.gate --stage NAME --config FILE` checks every upstream artefact of the stage and
-ends at once: 0 when the stage may start, else the exit code that says why not. It never waits.
+`python -m jobs.gate --stage NAME --config FILE` checks every upstream artefact of the stage, and
+that the run's store can be written. It ends at once: 0 when the stage may start, else the exit
+code that says why not. It never waits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def _gate(found: argparse.Namespace) -> None:
         )
     config, store = load_run(found)
     inputs = gate_inputs(config, store, stage_named(found.stage))
+    # A stage whose credentials are refused is tried again in a new pod, which reads a Secret anew:
+    # where they are still refused, this pod's gate has to be the one that finds it.
+    store.probe()
     for name, artifact in inputs.items():
         manifest = artifact.manifest
         print(

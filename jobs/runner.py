@@ -8,6 +8,7 @@ point and started again. It deletes nothing and makes nothing twice.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import sys
@@ -22,6 +23,7 @@ from eagle3 import artifact as artifacts
 from eagle3.cluster import ANNOTATIONS, Cluster, Object, open_cluster
 from eagle3.diagnosis import diagnose, job_state
 from eagle3.errors import (
+    ConfigError,
     DataInvalid,
     Eagle3Error,
     PermissionRefused,
@@ -35,6 +37,7 @@ from eagle3.progress import read_progress
 from eagle3.stages import Stage
 from jobs.installed import InstalledRun, read_files
 from jobs.local import write_summary
+from jobs.patience import Patience
 from jobs.process import Parser, gate_inputs, guarded, input_urls, stop_requested
 
 POLL_SECONDS = 10.0
@@ -75,14 +78,29 @@ class Runner:
             "name": self._run.release,
             "uid": found["metadata"]["uid"],
         }
-        owned = {"metadata": {"ownerReferences": [self._owner]}}
+        name = f"{self._run.name}-runner"
         try:
-            self._cluster.patch_config_map(self._run.name, owned)
-            if self._cluster.job(f"{self._run.name}-runner"):
-                self._cluster.patch_job(f"{self._run.name}-runner", owned)
+            if run := self._cluster.config_map(self._run.name):
+                self._cluster.patch_config_map(self._run.name, self._owned(run))
+            if job := self._cluster.job(name):
+                self._cluster.patch_job(name, self._owned(job))
         except PermissionRefused as error:
             # Some clusters let only those who may delete an object give it an owner.
             self._tell(f"runner: {error} `helm uninstall` will leave {self._run.name} standing.")
+
+    def _owned(self, thing: Object) -> Object:
+        """The change by which it has our owner beside those that others gave it.
+
+        A merge replaces the whole list: should another owner come between, it is refused.
+        """
+        assert self._owner is not None, "adopted"
+        ours = (self._owner["kind"], self._owner["name"])
+        standing = thing["metadata"].get("ownerReferences", [])
+        others = [one for one in standing if (one["kind"], one["name"]) != ours]
+        metadata = {"ownerReferences": [*others, self._owner]}
+        if version := thing["metadata"].get("resourceVersion"):
+            metadata["resourceVersion"] = version
+        return {"metadata": metadata}
 
     def step(self) -> bool:
         """Look at every stage once, do what there is to do, and return whether all is committed.
@@ -116,26 +134,29 @@ class Runner:
         records, name = JobRecords(self._run.store, stage), self._run.job_name(stage.name)
         ours = JobRecord(job=name, namespace=self._cluster.namespace)
         records.expect(ours)
+        # Asked before the Job: one that `retry` takes away in between is not noted as the next.
+        made = records.made() is not None
         job = self._cluster.job(name)
         # Asked after the Job: one that has ended without a manifest will never have one.
         committed = all(artifacts.find(self._run.store.child(kind)) for kind in stage.writes)
-        made = records.made() is not None
         match decide(committed=committed, made=made, job=job_state(job)):
             case Act.NOTHING:
                 self._note_committed(stage, job)
                 return False
             case Act.MISS:
-                return self._fail(records.vanished())
+                # Forgotten meanwhile: somebody lets it be tried again, which the next look does.
+                return records.made() is None or self._fail(records.vanished())
             case Act.MAKE:
                 self._refuse_early(stage)
                 try:
                     gate_inputs(self._run.config, self._run.store, stage)
-                except DataInvalid as error:
+                    records.intend(ours)
+                    job = self._make(stage)
+                except (DataInvalid, ConfigError) as error:
                     return self._fail(error)
-                records.intend(ours)
-                job = self._make(stage)
         assert job is not None, "made, or seen"
-        if not made:
+        # One that is being deleted is gone soon: `cancel` has it be as if it was never made.
+        if not made and "deletionTimestamp" not in job["metadata"]:
             records.note(msgspec.structs.replace(ours, uid=str(job["metadata"]["uid"])))
         return self._look_at(stage, job)
 
@@ -193,39 +214,49 @@ class Runner:
             self._tell(f"{stage.name}: {text}")
 
     def _note_committed(self, stage: Stage, job: Object | None) -> None:
-        self._committed.add(stage.name)
         manifest = artifacts.find(self._run.store.child(stage.writes[-1]))
         digest = manifest.digest[:12] if manifest else ""
-        self._tell(f"{stage.name}: committed as {digest}")
         if job is not None:
             self._cluster.annotate(job, {"progress": f"committed as {digest}"})
             self._cluster.tell(job, "StageCommitted", f"{stage.name} is committed as {digest}")
             if seconds := job["metadata"].get("annotations", {}).get(f"{ANNOTATIONS}/ttl-seconds"):
                 ttl = {"spec": {"ttlSecondsAfterFinished": int(seconds)}}
-                self._cluster.patch_job(str(job["metadata"]["name"]), ttl)
+                with contextlib.suppress(UpstreamMissing):
+                    self._cluster.patch_job(str(job["metadata"]["name"]), ttl)
+        self._tell(f"{stage.name}: committed as {digest}")
+        # Last: where the API server was away before, the next look does it all again.
+        self._committed.add(stage.name)
 
 
 def order(
-    run: InstalledRun, cluster: Cluster, tell: Callable[[str], None], poll_seconds: float
+    run: InstalledRun,
+    cluster: Cluster,
+    tell: Callable[[str], None],
+    poll_seconds: float,
+    *,
+    job: str = "",
 ) -> None:
     """Go on until the run is committed; then write its summary.
 
     An API server or a store that does not answer is asked again, without end and without any
-    conclusion. Raises the error of a stage that failed, and Stopped after SIGTERM.
+    conclusion, and one that refuses what it let pass before for a while. Raises the error of a
+    stage that failed, and Stopped after SIGTERM.
+
+    Args:
+        job: the Job in whose pod this runs, where it does: what the run waits for is noted on it.
     """
-    runner = Runner(run, cluster, tell)
+    runner, patience = Runner(run, cluster, tell), Patience(cluster, tell, job)
     adopted = done = False
-    away = ""
     while not done:
         try:
-            if not adopted:
-                runner.adopt()
-                adopted = True
-            done, away = runner.step(), ""
-        except (ServiceUnavailable, TemporaryFailure) as error:
-            if str(error) != away:
-                tell(f"runner: {error}")
-            away = str(error)
+            if not patience.cancelled():
+                if not adopted:
+                    runner.adopt()
+                    adopted = True
+                done = runner.step()
+                patience.rest()
+        except (ServiceUnavailable, TemporaryFailure, PermissionRefused) as error:
+            patience.bear(error)
         else:
             # What is at work may take days, and is not this failure's matter.
             if runner.failure and not runner.going:
@@ -253,7 +284,13 @@ def _main(argv: Sequence[str] | None) -> None:
         run.store.probe()
         print(f"runner: {run.store.url} can be read and written", flush=True)
         return
-    order(run, open_cluster(), lambda line: print(line, flush=True), found.poll_seconds)
+    order(
+        run,
+        open_cluster(),
+        lambda line: print(line, flush=True),
+        found.poll_seconds,
+        job=f"{run.name}-runner",
+    )
 
 
 def _seconds(text: str) -> float:

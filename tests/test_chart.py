@@ -10,9 +10,8 @@ import pytest
 import yaml
 from kubernetes_validate.utils import all_versions, major_minor
 
-from eagle3 import __version__, chart, errors, strict_yaml
+from eagle3 import __version__, chart, strict_yaml
 from eagle3.config import load_config, parse_config
-from eagle3.errors import Eagle3Error
 from eagle3.stages import STAGE_NAMES, STAGES
 from tests.conftest import ROOT
 from tests.helm import CHART, CPU, EVERYTHING, KIMI, PROFILES, SMALL, Helm, client
@@ -370,34 +369,6 @@ class TestPods:
 
 
 class TestJobs:
-    @pytest.mark.fault("B77")
-    def test_a_code_that_no_retry_can_help_fails_the_job(self, helm):
-        def below(error):
-            return [error, *(found for one in error.__subclasses__() for found in below(one))]
-
-        # Our own classes alone: tests elsewhere may define further ones.
-        final = {
-            one.exit_code
-            for one in below(Eagle3Error)[1:]
-            if one.__module__ == errors.__name__ and not one.retry_can_help
-        }
-        for stage in STAGES:
-            rules = helm.release(CPU).jobs[stage.name]["spec"]["podFailurePolicy"]["rules"]
-            disrupted, gate, failed, *lacking = rules
-            assert disrupted == {
-                "action": "Ignore",
-                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-            }
-            machine = errors.EnvironmentMisconfigured.exit_code
-            for container, ends in (("gate", gate), ("stage", failed)):
-                assert ends["onExitCodes"]["containerName"] == container
-                assert set(ends["onExitCodes"]["values"]) == final - {machine}
-                assert ends["action"] == "FailJob"
-            assert [one["onExitCodes"]["containerName"] for one in lacking] == ["gate", "stage"]
-            for one in lacking:
-                assert one["onExitCodes"]["values"] == [machine]
-                assert one["action"] == ("FailIndex" if stage.indexed else "FailJob")
-
     @pytest.mark.fault("B78")
     def test_a_failed_pod_stays_and_is_not_doubled(self, full):
         for job in full.jobs.values():

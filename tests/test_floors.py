@@ -85,6 +85,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.demo_inputs",
         "jobs.local",
         "jobs.installed",
+        "jobs.patience",
         "jobs.runner",
         "jobs.operate",
         "jobs.lineage",

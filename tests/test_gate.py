@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from eagle3.errors import PermissionRefused
 from eagle3.store import Store, open_store
+from jobs import gate
 from tests.conftest import ROOT
 from tests.upstreams import CONFIG, TOKENIZER, VERIFIER, commit, commit_upstreams, rewrite
 
@@ -82,6 +84,20 @@ def test_whole_upstreams_open_the_gate_with_one_line_each(bench):
 
 def test_a_stage_without_upstreams_passes(bench):
     assert bench.gate("prepare").code == 0
+
+
+def test_a_store_that_may_only_be_read_does_not_open_it(bench, monkeypatch):
+    """What its stage would end of, again in each new pod, ends the Job here at once."""
+
+    def refuse(store: Store) -> None:
+        raise PermissionRefused(store.url, wanted="to write", found="no", remedy="ask")
+
+    arguments = ["--stage", "prepare", "--config", str(bench.config), "--store", bench.run.url]
+    before = bench.run.list()
+    assert gate.main(arguments) == 0
+    assert bench.run.list() == before, "it leaves nothing"
+    monkeypatch.setattr(Store, "probe", refuse)
+    assert gate.main(arguments) == 77
 
 
 def no_manifest(run: Store) -> None:

@@ -31,6 +31,7 @@ NO_STAGES = {
     "local",
     "process",
     "installed",
+    "patience",
     "runner",
     "operate",
     "lineage",

@@ -68,4 +68,14 @@ def test_in_its_own_store_the_job_and_its_records_go(tmp_path: Path, noted: bool
     assert "may be tried again" in operate.retry(run, cluster, "train")  # type: ignore[arg-type]
     assert cluster.deleted == ["e3-1-train"]
     assert not records.known()
+
+
+def test_where_nothing_tells_that_it_is_the_run_s_own_store_it_says_so(tmp_path: Path) -> None:
+    """The Jobs were deleted to go on with other values, and the laptop sees another store."""
+    cluster, run = Standing(), run_in(tmp_path)
+    cluster.deleted.append("by hand")
+    said = operate.retry(run, cluster, "train")  # type: ignore[arg-type]
+    assert "nothing was changed" in said
+    assert "AWS_ENDPOINT_URL" in said
+    JobRecords(run.store, stage_named("train")).note(JobRecord(job="a", namespace="ml"))
     assert "may be tried again" in operate.retry(run, cluster, "train")  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from speculators.losses.eager import kl_div_loss
 from speculators.train import cli
 from speculators.train.config import TrainConfig as UpstreamConfig
 from speculators.train.trainer import Trainer
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from eagle3.config import RunConfig
 from eagle3.draft.checkpoints import MARKER_NAME, Checkpoints
@@ -370,15 +371,38 @@ class TestSeveralProcesses:
             "open(here + '/went', 'w').close()\n"
             f"sys.exit(1) if rank == 0 else {first}"
         )
-        records = tmp_path / "records"
+        assert self.launched(tmp_path, script) == (code, f'"{kept}"' if kept else "")
+
+    @pytest.mark.parametrize("code", [65, 75])
+    @pytest.mark.parametrize("end", ["signal.SIG_IGN", "lambda *_: os.abort()"])
+    def test_what_the_launcher_ends_itself_is_not_the_cause(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, end: str
+    ) -> None:
+        """The others wait in a collective for the one that failed: killed, or aborted by NCCL."""
+        # Half a minute otherwise.
+        monkeypatch.setattr(PContext.close, "__defaults__", (None, 3))
+        script = (
+            "import os, resource, signal, sys, time; rank = int(os.environ['RANK'])\n"
+            f"here = {str(tmp_path)!r}\n"
+            "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+            f"if rank == 0: signal.signal(signal.SIGTERM, {end})\n"
+            "if rank == 0: open(here + '/waits', 'w').close(); time.sleep(60)\n"
+            "while not os.path.exists(here + '/waits'): time.sleep(0.001)\n"
+            "open(f\"{os.environ['EAGLE3_RANK_RECORDS']}/1.json\", 'w').write('\"rank 1\"')\n"
+            f"sys.exit({code})"
+        )
+        assert self.launched(tmp_path, script) == (code, '"rank 1"')
+
+    def launched(self, folder: Path, script: str) -> tuple[int, str]:
+        """How two processes ended, and the last words that are kept."""
+        records, log = folder / "records", folder / "last-words"
         records.mkdir()
-        log = tmp_path / "last-words"
         log.touch()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("EAGLE3_TERMINATION_LOG", str(log))
             with records_of_ranks(records):
-                assert launch(2, ["-c", script], records) == code
-        assert log.read_text() == (f'"{kept}"' if kept else "")
+                code = launch(2, ["-c", script], records)
+        return code, log.read_text()
 
     def test_a_drained_process_has_as_long_as_the_launcher_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,11 @@ def job_state(job: Object | None) -> JobState:
     return JobState.COMPLETE if condition_of(job, "Complete") else JobState.ACTIVE
 
 
+def is_queued(job: Object) -> bool:
+    """Whether a Job belongs to a queue of Kueue's, which then suspends it and lets it go on."""
+    return "kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})
+
+
 def diagnose(
     job: Object, pods: Sequence[Object], events: Iterable[Object] = (), now: float | None = None
 ) -> Diagnosis:
@@ -207,7 +212,7 @@ def _why_failed(job: Object, pods: Sequence[Object], restarts: int) -> Diagnosis
 
 
 def _why_suspended(job: Object, restarts: int) -> Diagnosis:
-    if "kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {}):
+    if is_queued(job):
         why = "it waits for its queue's quota"
         return Diagnosis(state="suspended", why=why, restarts=restarts)
     return Diagnosis(state="suspended", restarts=restarts)

@@ -7,6 +7,7 @@ and the first failure's code is handed on.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import uuid
@@ -18,7 +19,30 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from eagle3.errors import Stopped, TemporaryFailure
+from eagle3.errors import (
+    ConfigError,
+    DataInvalid,
+    EnvironmentMisconfigured,
+    PermissionRefused,
+    Stopped,
+    TemporaryFailure,
+    UpstreamMissing,
+)
+
+_FINAL = tuple(
+    kind.exit_code
+    for kind in (
+        ConfigError,
+        DataInvalid,
+        UpstreamMissing,
+        PermissionRefused,
+        EnvironmentMisconfigured,
+    )
+)
+# A collective whose peer is away aborts, so that SIGABRT tells nothing.
+_CRASHES = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE)
+# What one look of the launcher's, at whole seconds, may differ by.
+_SECOND = 1
 
 
 def num_processes(wanted: int | None) -> int:
@@ -62,21 +86,35 @@ def launch(processes: int, arguments: Sequence[str], records: Path | None = None
 
 
 def _first_of(error: ChildFailedError, records: Path | None) -> tuple[int, ProcessFailure]:
-    """The process that failed by itself: the others soon fail too, of its being away.
+    """The process that failed by itself, not of another's being away or by the launcher's hand.
 
-    The launcher's own clock has seconds. One that was killed left no record and is the cause of
-    those that did; else the earliest record tells.
+    At the first failure the launcher ends the others, and their codes stand beside that one's: by
+    SIGTERM, and by SIGKILL those that wait in a collective, half a minute later. What no retry
+    can help is nobody else's fault, and so is a crash that was seen at once; it leaves no record
+    and is the cause of those that others leave. Else the earliest record tells, since the
+    launcher's own clock has seconds.
     """
-    killed = [found for found in error.failures.items() if found[1].exitcode < 0]
-    if killed or records is None:
-        return killed[0] if killed else error.get_first_failure()
-    told = [
-        (file.stat().st_mtime_ns, rank)
-        for rank in error.failures
-        if (file := records / f"{rank}.json").is_file()
-    ]
-    rank = min(told)[1] if told else error.get_first_failure()[0]
-    return rank, error.failures[rank]
+    early = min(found.timestamp for found in error.failures.values()) + _SECOND
+    by_themselves = {
+        rank: found
+        for rank, found in error.failures.items()
+        if found.exitcode not in (Stopped.exit_code, -signal.SIGTERM)
+        and (found.exitcode != -signal.SIGKILL or found.timestamp <= early)
+    } or error.failures
+    final = {rank for rank, found in by_themselves.items() if found.exitcode in _FINAL}
+    crashed = {
+        rank
+        for rank, found in by_themselves.items()
+        if -found.exitcode in _CRASHES and found.timestamp <= early
+    }
+
+    def when(rank: int) -> tuple[float, int]:
+        file = records / f"{rank}.json" if records else None
+        told = file.stat().st_mtime_ns if file and file.is_file() else math.inf
+        return told, by_themselves[rank].timestamp
+
+    rank = min(final or crashed or by_themselves, key=when)
+    return rank, by_themselves[rank]
 
 
 def _keep(records: Path | None, rank: int) -> None:

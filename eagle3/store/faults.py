@@ -20,6 +20,7 @@ from botocore.parsers import ResponseParserError
 
 from eagle3.errors import (
     ConfigError,
+    CredentialsUnusable,
     Eagle3Error,
     EnvironmentMisconfigured,
     PermissionRefused,
@@ -106,7 +107,7 @@ def _refused(where: str, error: BaseException) -> Eagle3Error:
             remedy="set this machine's clock",
         )
     if code in _OF_AN_OLD_TOKEN:
-        return TemporaryFailure(
+        return CredentialsUnusable(
             where,
             wanted="credentials that are still valid",
             found=found,
@@ -122,7 +123,7 @@ def _refused(where: str, error: BaseException) -> Eagle3Error:
 
 def _without_credentials(where: str, error: BaseException) -> Eagle3Error:
     """Whoever hands out a machine's or a pod's identity may not be ready, or be asked too often."""
-    return TemporaryFailure(
+    return CredentialsUnusable(
         where,
         wanted="credentials, from the environment or from the machine's or pod's identity",
         found=first_line(error),

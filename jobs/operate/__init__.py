@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from eagle3.cluster import Cluster, Object
-from eagle3.diagnosis import job_state
+from eagle3.cluster import ANNOTATIONS, CANCELLED, Cluster, Object
+from eagle3.diagnosis import is_queued, job_state
+from eagle3.diagnosis.objects import phase_of
 from eagle3.errors import ConfigError, EnvironmentMisconfigured, UpstreamMissing
 from eagle3.ordering import JobRecords, JobState
 from eagle3.stages import stage_named
@@ -19,6 +20,7 @@ from eagle3.store.urls import hasty
 from jobs.installed import InstalledRun
 from jobs.operate.following import logs
 from jobs.operate.seen import NO_STORE, RUNNER, StageStatus, committed, show, status
+from jobs.patience import is_cancelled
 
 __all__ = ["StageStatus", "cancel", "logs", "restart_runner", "retry", "scale", "show", "status"]
 
@@ -60,7 +62,7 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
 
     Raises ConfigError while its Job is at work or its artefact is committed, TemporaryFailure
     where the old Job does not go, EnvironmentMisconfigured where the store that is seen from here
-    knows nothing of the Job.
+    knows nothing of the Job that stands.
     """
     name = run.job_name(stage)
     job = cluster.job(name)
@@ -85,6 +87,12 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
         cluster.delete_job(job)
         # An orderer that looks meanwhile must not take the old Job for the new one.
         cluster.wait_until_gone(job)
+    elif not records.known():
+        # No Job tells whether this is the run's own store: a stage that never began, or another.
+        return (
+            f"{stage}: no Job stands, none is recorded in {run.store.url}, nothing was changed; "
+            "if it had begun, use the run's own AWS_ENDPOINT_URL and credentials"
+        )
     records.forget()
     return f"{stage}: may be tried again"
 
@@ -98,11 +106,13 @@ def restart_runner(run: InstalledRun, cluster: Cluster) -> str:
     job = cluster.job(name)
     if job is None:
         return "runner: none in the cluster; `eagle3 submit` orders the run from here"
-    if job["spec"].get("suspend"):
-        cluster.patch_job(name, {"spec": {"suspend": False}})
-        return "runner: goes on"
+    suspended = job["spec"].get("suspend")
     if job_state(job) is JobState.ACTIVE:
-        return "runner: at work"
+        if is_cancelled(job) or (suspended and not is_queued(job)):
+            going_on = {"metadata": {"annotations": {CANCELLED: None}}, "spec": {"suspend": False}}
+            cluster.patch_job(name, going_on)
+            return "runner: goes on"
+        return "runner: waits for its queue's quota" if suspended else "runner: at work"
     body = _as_created(job)
     cluster.delete_job(job)
     cluster.wait_until_gone(job)
@@ -154,9 +164,12 @@ def _suspend_runner(run: InstalledRun, cluster: Cluster, tell: Callable[[str], N
     job = cluster.job(name)
     if job is None or job_state(job) is not JobState.ACTIVE:
         return
-    cluster.patch_job(name, {"spec": {"suspend": True}})
+    # A queue may undo the suspension; the runner looks for the mark itself.
+    mark = {"metadata": {"annotations": {CANCELLED: "true"}}, "spec": {"suspend": True}}
+    cluster.patch_job(name, mark)
     deadline = time.monotonic() + _PATIENCE
-    while cluster.pods(name):
+    # Pods of it that failed earlier stay.
+    while any(phase_of(pod) in ("Pending", "Running") for pod in cluster.pods(name)):
         if time.monotonic() > deadline:
             tell(f"{RUNNER}: its pod has not ended yet; see `eagle3 status {run.name}`")
             return
@@ -173,6 +186,13 @@ def _as_created(job: Object) -> Object:
         if key in metadata
     }
     template = spec["template"]
+    # What was noted on it is of the one that ended.
+    if "annotations" in kept:
+        kept["annotations"] = {
+            key: value
+            for key, value in kept["annotations"].items()
+            if key not in (CANCELLED, f"{ANNOTATIONS}/progress")
+        }
     added = ("batch.kubernetes.io/", "controller-uid", "job-name")
     labels = {
         key: value
@@ -187,7 +207,7 @@ def _as_created(job: Object) -> Object:
             "labels": {k: v for k, v in kept.get("labels", {}).items() if not k.startswith(added)},
         },
         "spec": {
-            **{key: value for key, value in spec.items() if key != "selector"},
+            **{key: value for key, value in spec.items() if key not in ("selector", "suspend")},
             "template": {
                 **template,
                 "metadata": {**template["metadata"], "labels": labels},

@@ -21,6 +21,7 @@ from eagle3.errors import (
     ManifestInvalid,
     PermissionRefused,
     ServiceUnavailable,
+    TemporaryFailure,
 )
 from eagle3.ordering import JobRecords, JobState
 from eagle3.progress import read_progress
@@ -28,11 +29,18 @@ from eagle3.stages import Stage
 from eagle3.store import open_store
 from eagle3.store.urls import hasty
 from jobs.installed import InstalledRun
+from jobs.patience import is_cancelled
 from jobs.process import input_urls
 
 RUNNER = "runner"
-# What a laptop finds where it cannot use the run's store.
-NO_STORE = (ServiceUnavailable, PermissionRefused, EnvironmentMisconfigured, ConfigError)
+# What a laptop finds where it cannot use the run's store: TemporaryFailure without credentials.
+NO_STORE = (
+    ServiceUnavailable,
+    TemporaryFailure,
+    PermissionRefused,
+    EnvironmentMisconfigured,
+    ConfigError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +117,7 @@ def _stage(look: _Look, stage: Stage) -> StageStatus:
     if job is None or seen is None:
         what = f"the store cannot be used from here: {look.away.found}"
         return StageStatus(stage=stage.name, state="unknown", what=what)
-    noted = job["metadata"].get("annotations", {}).get(f"{ANNOTATIONS}/progress", "")
-    what = "\n".join(seen.told(None, look.now)) or noted
+    what = "\n".join(seen.told(None, look.now)) or _noted(job)
     return _of_job(stage.name, job, seen, what)
 
 
@@ -146,13 +153,22 @@ def _runner(look: _Look, stages: Sequence[StageStatus]) -> StageStatus:
         return StageStatus(stage=RUNNER, state="none", what=what)
     seen = diagnose(job, look.cluster.pods(name), look.warnings, look.now)
     said = seen.told(None, look.now)
+    if seen.state == "running" and (noted := _noted(job)):
+        said.append(f"goes on when it can: {noted}")
     if job_state(job) is JobState.FAILED and not done:
         goes_on = f"`eagle3 retry STAGE --run {run.name}` starts it again"
         said.append(f"no stage begins any more; {goes_on}")
-    if seen.state == "suspended":
+    # What only waits for its queue says so itself.
+    cancelled = is_cancelled(job)
+    if cancelled or (seen.state == "suspended" and not seen.why):
         goes_on = f"`eagle3 retry STAGE --run {run.name}` or `eagle3 submit {run.name}` goes on"
-        said.append(f"cancelled: no stage begins; {goes_on}")
+        said = [f"{'cancelled' if cancelled else 'suspended'}: no stage begins; {goes_on}"]
     return _of_job(RUNNER, job, seen, "\n".join(said))
+
+
+def _noted(job: Object) -> str:
+    """What its orderer last noted on a Job."""
+    return str(job["metadata"].get("annotations", {}).get(f"{ANNOTATIONS}/progress", ""))
 
 
 def _of_job(name: str, job: Object, seen: Diagnosis, what: str) -> StageStatus:

@@ -22,12 +22,17 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
+from eagle3.cluster.refusals import (
+    first_line,
+    gone,
+    message_of,
+    no_answer,
+    refusal,
+    thing_at,
+)
 from eagle3.errors import (
     ConfigError,
-    Eagle3Error,
     EnvironmentMisconfigured,
-    PermissionRefused,
-    ServiceUnavailable,
     TemporaryFailure,
     UpstreamMissing,
 )
@@ -36,6 +41,8 @@ Object = dict[str, Any]
 """An object of the API as JSON has it."""
 
 ANNOTATIONS = "eagle3"
+# On a runner's Job that a person has cancelled, which must then order nothing.
+CANCELLED = f"{ANNOTATIONS}/cancelled"
 RUN_LABEL = f"{ANNOTATIONS}/run"
 STAGE_LABEL = f"{ANNOTATIONS}/stage"
 RELEASE_LABEL = "app.kubernetes.io/instance"
@@ -95,9 +102,9 @@ class Cluster:
                 for line in answer.response:
                     yield line.decode(errors="replace").rstrip("\n")
         except FileNotFoundError as error:
-            raise _gone(path, self.namespace) from error
+            raise gone(path, self.namespace) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _no_answer(_told(path), error) from error
+            raise no_answer(thing_at(path), error) from error
 
     def warnings(self) -> list[Object]:
         """The namespace's events of the type Warning, by name."""
@@ -143,11 +150,12 @@ class Cluster:
         return self._patch(f"{_CONFIG_MAPS}/{name}", change)
 
     def annotate(self, job: Object, notes: Mapping[str, str]) -> None:
-        """Write annotations of ours on a Job, if they say anything new."""
+        """Write annotations of ours on a Job, if they say anything new and it is still there."""
         wanted = {f"{ANNOTATIONS}/{key}": value for key, value in notes.items()}
         standing = job["metadata"].get("annotations", {})
-        if any(standing.get(key) != value for key, value in wanted.items()):
-            self.patch_job(job["metadata"]["name"], {"metadata": {"annotations": wanted}})
+        if any(standing.get(key, "") != value for key, value in wanted.items()):
+            with contextlib.suppress(UpstreamMissing):
+                self.patch_job(job["metadata"]["name"], {"metadata": {"annotations": wanted}})
 
     def delete_job(self, job: Object, *, foreground: bool = False) -> None:
         """Delete exactly this Job and its pods; one that is gone already is no error.
@@ -221,7 +229,14 @@ class Cluster:
         try:
             return self._call("PATCH", path, body=change, kind="application/merge-patch+json")
         except FileNotFoundError as error:
-            raise _gone(path, self.namespace) from error
+            raise gone(path, self.namespace) from error
+        except FileExistsError as error:
+            raise TemporaryFailure(
+                thing_at(path),
+                wanted="it to stay as it is for a moment",
+                found="409, it was changed meanwhile",
+                remedy="try again",
+            ) from error
 
     def _call(self, method: str, path: str, **arguments: Any) -> Object:
         """The answer to one request, which `_answer` makes, read to its end."""
@@ -244,7 +259,7 @@ class Cluster:
         With a timeout of its own a good answer is left to be read. Raises FileNotFoundError for a
         404 and FileExistsError for a 409.
         """
-        where = _told(path)
+        where = thing_at(path)
         request = self.api.param_serialize(
             method,
             path.format(namespace=self.namespace),
@@ -258,9 +273,9 @@ class Cluster:
             if not ((good := 200 <= response.status < 300) and timeout):
                 response.read()
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as error:
-            raise _no_answer(where, error) from error
+            raise no_answer(where, error) from error
         if not good:
-            raise _refusal(where, response.status, _message(response.data or b"", response.reason))
+            raise refusal(where, response.status, message_of(response.data or b"", response.reason))
         return response
 
 
@@ -286,65 +301,8 @@ def open_cluster(namespace: str | None = None, context: str | None = None) -> Cl
         raise EnvironmentMisconfigured(
             "KUBECONFIG",
             wanted="a kubeconfig, or a pod with a service account",
-            found=_first_line(str(error)) or type(error).__name__,
+            found=first_line(str(error)) or type(error).__name__,
             remedy="name the file in KUBECONFIG, and a context of it with --context",
         ) from error
     chosen = next((found for found in contexts if found["name"] == context), active)
     return Cluster(api, namespace or chosen["context"].get("namespace", "default"))
-
-
-def _gone(path: str, namespace: str) -> UpstreamMissing:
-    return UpstreamMissing(
-        _told(path),
-        wanted=f"one in the namespace {namespace}",
-        found="none",
-        remedy="see `kubectl get jobs,pods,configmaps`",
-    )
-
-
-def _no_answer(where: str, error: Exception) -> ServiceUnavailable:
-    return ServiceUnavailable(
-        where,
-        wanted="an answer from the Kubernetes API server",
-        found=_first_line(str(error)) or type(error).__name__,
-        remedy="check that the cluster can be reached; nothing was changed",
-    )
-
-
-def _refusal(where: str, status: int, found: str) -> Exception:
-    if status == 404:
-        return FileNotFoundError(where)
-    if status == 409:
-        return FileExistsError(where)
-    if status == 403 and "exceeded quota" in found:
-        return TemporaryFailure(
-            where, wanted="room in the namespace's quota", found=found, remedy="raise it, or wait"
-        )
-    refusals: dict[int, tuple[type[Eagle3Error], str, str]] = {
-        400: (ConfigError, "an object that the API server takes", "correct the values"),
-        401: (PermissionRefused, "credentials that the API server knows", "log in again"),
-        403: (PermissionRefused, "a role that may do this", "see the chart's Role"),
-        422: (ConfigError, "an object that the API server takes", "correct the values"),
-    }
-    kind, wanted, remedy = refusals.get(
-        status, (ServiceUnavailable, "an answer from the Kubernetes API server", "try again later")
-    )
-    return kind(where, wanted=wanted, found=f"{status}, {found}", remedy=remedy)
-
-
-def _message(body: bytes, reason: str | None) -> str:
-    """What the API server says in words, on one line."""
-    try:
-        said = json.loads(body)["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        said = body.decode(errors="replace")
-    return _first_line(str(said)) or str(reason)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:500] if text.strip() else ""
-
-
-def _told(path: str) -> str:
-    """A path as a person names the thing: `jobs/NAME`."""
-    return path.partition("{namespace}/")[2]
