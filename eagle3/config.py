@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from eagle3 import strict_yaml
+from eagle3.config_fields import refuse_unknown
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGES
 
@@ -106,6 +107,10 @@ class PrepareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     roles: Annotated[
         dict[str, str], _doc("role in the data -> system, user, assistant or tool")
     ] = {}
+    template_date: Annotated[
+        date | None,
+        _doc("today, to a chat template that asks for it, as 2026-01-31; such a one needs it"),
+    ] = None
     shard_rows: Annotated[Count, _doc("rows per object", unit="rows")] = 256
     num_workers: Annotated[
         Natural, _doc("processes that tokenise; 0 is the stage's own", affects=False)
@@ -269,7 +274,7 @@ def parse_config(raw: object) -> RunConfig:
         raise ConfigError(
             "config", wanted="a mapping of sections", found=type(raw).__name__, remedy="see README"
         )
-    _refuse_unknown(raw, RunConfig, "")
+    refuse_unknown(raw, RunConfig)
     try:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
@@ -283,26 +288,6 @@ def parse_config(raw: object) -> RunConfig:
         ) from error
     _cross_check(config)
     return config
-
-
-def _refuse_unknown(raw: Mapping[Any, Any], section: type[msgspec.Struct], where: str) -> None:
-    fields = {field.name: field for field in msgspec.structs.fields(section)}
-    for key, value in raw.items():
-        name = f"{where}{key}"
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.4)
-            hint = f"write {where}{near[0]}" if near else f"remove it; known: {', '.join(fields)}"
-            raise ConfigError(name, wanted="a known field", found="an unknown one", remedy=hint)
-        below = _section_of(fields[key])
-        if below is not None and isinstance(value, dict):
-            _refuse_unknown(value, below, f"{name}.")
-
-
-def _section_of(field: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | None:
-    info = msgspec.inspect.type_info(field.type)
-    if isinstance(info, msgspec.inspect.Metadata):
-        info = info.type
-    return info.cls if isinstance(info, msgspec.inspect.StructType) else None
 
 
 def name_when_served(config: VerifierConfig) -> str:

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import torch
@@ -30,11 +31,17 @@ from eagle3.work import UnitRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is answered, and in which units; `identity` is that of the claim, once there is one."""
+    """What is answered, and in which units.
+
+    Attributes:
+        template_date: as `prepare` rendered its rows and the held-out prompts.
+        identity: that of the claim, once there is one.
+    """
 
     settings: RegenerateConfig
     max_seq_len: int
     units: tuple[Unit, ...]
+    template_date: date | None
     identity: str = ""
 
     @property
@@ -58,7 +65,14 @@ def plan_answers(rows: Artifact, settings: RegenerateConfig) -> Plan:
             remedy="lower it, or raise prepare.max_seq_len",
         )
     units = cut_units(rows.manifest.files, settings.unit_rows)
-    return Plan(settings=settings, max_seq_len=longest, units=units)
+    # Of the rows, not of this run's configuration: those may be another run's.
+    told = (rows.manifest.config or {}).get("template_date")
+    return Plan(
+        settings=settings,
+        max_seq_len=longest,
+        units=units,
+        template_date=date.fromisoformat(told) if told else None,
+    )
 
 
 class Chat:
@@ -190,7 +204,7 @@ class Answerer:
     ) -> None:
         self._generator = generator
         self._tokenizer = verifier.load_tokenizer()
-        self._renderer = Renderer(self._tokenizer, verifier.stop_ids)
+        self._renderer = Renderer(self._tokenizer, verifier.stop_ids, today=plan.template_date)
         self._plan = plan
         self._check_stop = check_stop
 

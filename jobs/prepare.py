@@ -41,7 +41,7 @@ def story(run: StageRun) -> str:
     check_sizes(run.config, verifier)
     # What nobody has answered is of use only where the verifier will.
     unanswered = run.config.regenerate.enabled
-    renderer = Renderer(verifier.load_tokenizer(), verifier.stop_ids)
+    renderer = Renderer(verifier.load_tokenizer(), verifier.stop_ids, today=config.template_date)
     converter = Converter(renderer, config, unanswered=unanswered)
     fingerprints = {
         "verifier": verifier.facts().fingerprint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,19 @@ def field_names(section: type[msgspec.Struct]) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(Path("docs/examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_an_example_of_the_docs_is_valid(path):
     assert isinstance(load_config(path), RunConfig)
+
+
+@pytest.mark.parametrize("text", ["2026-01-31", "'2026-01-31'"])
+def test_a_date_is_one_however_it_is_written(text):
+    raw = strict_yaml.loads(
+        f"verifier: {{source: m/m}}\nprepare: {{data: [a], template_date: {text}}}"
+    )
+    config = parse_config(raw)
+    assert config.prepare.template_date == datetime.date(2026, 1, 31)
+    assert settings_that_affect(config.prepare)["template_date"] == "2026-01-31"
+    assert parse_config(strict_yaml.loads(render(config))) == config
+
+
+@pytest.mark.parametrize("value", ["today", "2026-02-30", 2026])
+def test_what_is_no_date_is_refused(value):
+    assert "prepare.template_date" in str(refusal(with_fields(prepare__template_date=value)))

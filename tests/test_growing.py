@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import PrepareConfig
 from eagle3.conversations import Converter, FormOfFile, Kept, RawRow, Renderer
 from eagle3.conversations.growing import growing, turn_parts
+from eagle3.errors import VerifierInvalid
 from tests import chat_tokenizers as chats
 
 STATEFUL = """\
@@ -24,12 +26,20 @@ STATEFUL = """\
 {%- if ns.tool -%}after a tool{%- endif -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant {{ ns.count }} {%- endif -%}
 """
+FIRST_IN_ELSE = """\
+{%- for message in messages -%}
+{%- for call in message.tool_calls or [] -%}{{ call.name }}
+{%- else -%}{{ 'first ' if loop.first }}{{ message.role + ' ' + message.content + '<|im_end|>' }}
+{%- endfor -%}
+{%- endfor -%}
+"""
 LOCAL = {
     "chatml": chats.CHATML,
     "no generation prompt": chats.MISTRAL_LIKE.replace("raise_exception", "str"),
     "users only": chats.USERS_ONLY,
     "state of its own": STATEFUL,
     "deepseek": chats.DEEPSEEK_LIKE,
+    "the first in the else of another loop": FIRST_IN_ELSE,
 }
 AHEAD = {
     "reasoning dropped": chats.QWEN3_LIKE,
@@ -46,6 +56,18 @@ AHEAD = {
         "{% set x = 1 %}{% for message in messages %}{% set x = 2 %}{% endfor %}{{ x }}"
     ),
     "a loop that ends early": "{% for message in messages %}{% break %}{% endfor %}",
+    "the loop asked in the else of another": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}"
+        "{% else %}{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}{% endfor %}"
+        "{% endfor %}"
+    ),
+    "the loop asked in the condition of another": (
+        "{% for m in messages %}{% for c in m.tool_calls if loop.last %}{{ c }}{% endfor %}"
+        "{% endfor %}"
+    ),
+    "the loop asked by what another goes over": (
+        "{% for m in messages %}{% for c in range(loop.revindex) %}{{ c }}{% endfor %}{% endfor %}"
+    ),
     "two loops": "{% for m in messages %}{% endfor %}{% for m in messages %}{{ m }}{% endfor %}",
     "messages turned round": "{% for message in messages[::-1] %}{{ message }}{% endfor %}",
     "some messages": "{% for m in messages if m.role == 'user' %}{{ m }}{% endfor %}",
@@ -99,17 +121,41 @@ def test_a_text_that_looks_like_our_marks_is_rendered_turn_by_turn() -> None:
     assert turn_parts(lambda _: "a\x00turn\x00b", template, 3) is None
 
 
-def test_a_template_that_is_not_what_it_was_proven_to_be_is_rendered_turn_by_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = chats.slow_tokenizer()
+def renderer_of(tokenizer: PreTrainedTokenizerBase) -> Renderer:
     assert isinstance(tokenizer.eos_token_id, int)
-    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    return Renderer(tokenizer, [tokenizer.eos_token_id])
+
+
+WRONG = {
+    "the whole": chats.USERS_ONLY + "x",
+    "a prompt alone": chats.CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_all_turns_at_once_give_otherwise_than_each_of_them_ends_the_stage(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = renderer_of(chats.slow_tokenizer())
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    monkeypatch.setattr(renderer, "_growing", growing(chats.USERS_ONLY + "x"))
-    script = renderer.script(said, None)
-    assert script.parts is None
-    assert script.text == tokenizer.apply_chat_template(said, tokenize=False)
+    wrong = growing(WRONG[name])
+    assert wrong is not None
+    monkeypatch.setattr(renderer, "_growing", wrong)
+    with pytest.raises(VerifierInvalid, match="the text of all turns at once"):
+        renderer.script(said, None)
+
+
+def test_a_class_that_looks_at_all_messages_itself_is_asked_turn_by_turn() -> None:
+    class Dropping(chats.ByteTokenizer):
+        def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
+            kept = [{**one, "content": "-"} for one in conversation[:-2]]
+            return super().apply_chat_template([*kept, *conversation[-2:]], *args, **options)
+
+    plain = chats.slow_tokenizer()
+    tokenizer = Dropping(eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"])
+    tokenizer.chat_template = plain.chat_template
+    for found, turn_by_turn in ((plain, False), (tokenizer, True)):
+        assert (renderer_of(found)._growing is None) == turn_by_turn
 
 
 def test_rows_are_the_same_however_they_were_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +171,7 @@ def test_rows_are_the_same_however_they_were_rendered(monkeypatch: pytest.Monkey
     ]
     form = FormOfFile("a.jsonl")
     form.learn(rows)
-    assert isinstance(tokenizer.eos_token_id, int)
-    by = Converter(Renderer(tokenizer, [tokenizer.eos_token_id]), config)
+    by = Converter(renderer_of(tokenizer), config)
     at_once = by.convert_all(rows, form)
     monkeypatch.setattr(by._renderer, "_growing", None)
     one_by_one = [by.convert(row, form) for row in rows]

@@ -35,6 +35,7 @@ from eagle3.errors import (
 )
 from eagle3.store import ObjectInfo, Store, open_store, sha256_of_file
 from eagle3.store import local as local_files
+from eagle3.store.urls import split_url
 from tests.s3_server import BUCKET
 
 # The least that S3 allows, so that two parts are no hundred megabytes.
@@ -555,6 +556,29 @@ def test_a_backend_where_two_writers_both_win_is_refused_for_writing():
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigError):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:secret@host/chats",
+        "https://secret@host/chats",
+        "s3://key:secret@bucket/run",
+        "sftp://secret@host/run",
+        "https://host/chats?X-Amz-Signature=secret",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_told(url):
+    with pytest.raises(ConfigError, match="without credentials") as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["hf://datasets@main/a", "abfs://box@account.dfs.core.windows.net/a", "s3://b/a@b?c"]
+)
+def test_an_at_sign_in_a_name_is_no_login(url):
+    assert split_url(url)[1].startswith(url.split("://")[1])
 
 
 @pytest.mark.parametrize("url", ["simplecache::file:///tmp/run", "zip://chats::s3://b/chats.zip"])

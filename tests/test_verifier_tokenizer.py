@@ -5,14 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eagle3.errors import ConfigError, VerifierInvalid
+from eagle3.artifact import Artifact
+from eagle3.errors import ConfigError, ManifestInvalid, VerifierInvalid
+from eagle3.verifier import load_verifier_artifact
 from eagle3.verifier import tokenizer as tokenizers
 from tests import test_verifier
-from tests.test_verifier import MAKERS, V, edit_json, opened, refusal
+from tests.test_verifier import MAKERS, V, committed, edit_json, opened, refusal
 
 # The fixtures of the verifiers themselves.
 models, llama, kimi = test_verifier.models, test_verifier.llama, test_verifier.kimi
@@ -152,6 +155,63 @@ def make_slow(folder: Path, *, keeps_specials: bool = True) -> Path:
     return folder
 
 
+def beside_a_class(folder: Path) -> None:
+    """Give a folder with a tokenizer.json a class of its own that encodes as that does."""
+    (folder / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    edit_json(
+        folder / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]},
+        tokenizer_class="Own",
+    )
+
+
+class TestWhatLiesBesideAnArtefact:
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("added_tokens.json", '{"<stray>": 500}'),
+            ("special_tokens_map.json", '{"eos_token": "a"}'),
+            ("additional_chat_templates/tool_use.jinja", "stray"),
+            ("tokenization_stray.py", "raise SystemExit"),
+            ("model.safetensors.index.json", "{}"),
+        ],
+    )
+    def test_is_not_seen_by_what_loads_it(
+        self, llama: Path, tmp_path: Path, name: str, text: str
+    ) -> None:
+        source, made = opened(llama), tmp_path / "made"
+        artifact = committed(source, made)
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_text(text)
+        loaded = load_verifier_artifact(artifact, tmp_path / "scratch")
+        assert loaded.required_ids == source.required_ids
+        assert loaded.load_tokenizer().chat_template == source.load_tokenizer().chat_template
+        assert len(loaded.load_tokenizer()) == len(source.load_tokenizer())
+        there = {path.name for path in loaded.folder.rglob("*") if path.is_file()}
+        assert there == {entry.path for entry in artifact.manifest.files}
+
+    def test_a_generation_config_that_the_verifier_has_not_ends_no_answer(
+        self, llama: Path, tmp_path: Path
+    ) -> None:
+        (llama / "generation_config.json").unlink()
+        artifact = committed(opened(llama), tmp_path / "made")
+        (tmp_path / "made/generation_config.json").write_text('{"eos_token_id": 7}')
+        assert load_verifier_artifact(artifact, tmp_path / "scratch").stop_ids == (2,)
+
+    def test_a_tokenizer_that_is_not_the_manifest_s_is_refused(
+        self, llama: Path, tmp_path: Path
+    ) -> None:
+        artifact = committed(opened(llama), tmp_path / "made")
+        facts = msgspec.structs.replace(artifact.manifest.tokenizer, fingerprint="0" * 64)
+        manifest = msgspec.structs.replace(artifact.manifest, tokenizer=facts)
+        other = Artifact(store=artifact.store, manifest=manifest)
+        with pytest.raises(ManifestInvalid, match=r"tokenizer\.fingerprint: wanted 0000"):
+            load_verifier_artifact(other, tmp_path / "scratch").load_tokenizer()
+
+
 class TestB02RemoteCode:
     @pytest.mark.fault("B89")
     def test_it_runs_only_when_the_configuration_says_so(self, kimi: Path) -> None:
@@ -187,6 +247,37 @@ class TestB02RemoteCode:
         verifier = opened(make_slow(kimi, keeps_specials=False), trust_remote_code=True)
         with pytest.raises(VerifierInvalid, match=r"special token <\|im_end\|>: wanted the one id"):
             verifier.load_tokenizer()
+
+    def test_one_that_encodes_otherwise_than_the_tokenizer_json_beside_it_is_refused(
+        self, kimi: Path
+    ) -> None:
+        beside = (kimi / "tokenizer.json").read_bytes()
+        make_slow(kimi)
+        (kimi / "tokenizer.json").write_bytes(beside)
+        verifier = opened(kimi, trust_remote_code=True)
+        with pytest.raises(VerifierInvalid, match=r"to give the ids of tokenizer\.json for 'a b'"):
+            verifier.load_tokenizer()
+
+    def test_which_of_two_that_agree_encodes_is_part_of_its_identity(
+        self, llama: Path, tmp_path: Path
+    ) -> None:
+        beside_a_class(llama)
+        facts = {}
+        for trusted, kind in ((True, "Own"), (False, "PreTrainedTokenizerFast")):
+            verifier = opened(llama, trust_remote_code=trusted)
+            assert kind in {one.__name__ for one in type(verifier.load_tokenizer()).__mro__}
+            facts[trusted] = verifier.tokenizer_facts().fingerprint
+        assert facts[True] != facts[False]
+        source = opened(llama, trust_remote_code=True)
+        artifact = committed(source, tmp_path / "made")
+        for scratch, trusted in (("a", True), ("b", False)):
+            loaded = load_verifier_artifact(artifact, tmp_path / scratch, trust_remote_code=trusted)
+            if trusted:
+                assert loaded.required_ids == source.required_ids
+                continue
+            for _ in range(2):
+                with pytest.raises(ManifestInvalid, match=r"tokenizer\.fingerprint: wanted"):
+                    _ = loaded.required_ids
 
     def test_its_code_is_part_of_its_identity_and_of_the_artefact(
         self, kimi: Path, tmp_path: Path

@@ -165,9 +165,14 @@ def _asked(loop: nodes.Node) -> set[str]:
 
 
 def _of_this_loop(node: nodes.Node) -> Iterator[nodes.Node]:
-    """A part of a loop and all below, but for loops in it, where `loop` is another one."""
+    """A part of a loop and all below, but for the bodies of loops in it.
+
+    There alone `loop` is another one: what such a loop goes over, its condition and its `else` are
+    still asking this one.
+    """
     yield node
-    for child in [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes():
+    below = node.iter_child_nodes(exclude=("body",) if isinstance(node, nodes.For) else None)
+    for child in below:
         yield from _of_this_loop(child)
 
 

@@ -1,15 +1,15 @@
 """Converting many rows, in this process or in several, always in the order of the files.
 
-Rows go to the workers in chunks and come back in order, with a bounded number of chunks under
-way, so that memory does not grow with the input and the result does not depend on the workers.
+Rows go to the workers in chunks and come back in order. Chunks are bounded in rows and in bytes,
+and so is what is under way, so that memory grows neither with the input nor with the length of its
+rows, and the result does not depend on the workers.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -26,8 +26,12 @@ Placed = tuple[int, str, AnyOutcome]
 """(index of the source, file and line, outcome)."""
 
 _CHUNK_ROWS = 64
+_CHUNK_BYTES = 2 * 2**20
+# Of each worker. A row's ids take several times the bytes of its text.
 _CHUNKS_AHEAD = 4
+_BYTES_AHEAD = 4 * _CHUNK_BYTES
 _Chunk = tuple[int, FormOfFile, list[RawRow]]
+_Future = Future[list[Placed]]
 
 _converter: Converter | None = None
 
@@ -56,14 +60,13 @@ def parallel_outcomes(
         initializer=_start_worker,
         initargs=(verifier, config, unanswered),
     )
-    waiting: deque[Future[list[Placed]]] = deque()
+    begun = (
+        (pool.submit(_convert_in_worker, chunk), sum(row.size for row in chunk[2]))
+        for chunk in _chunks(sources, num_rows)
+    )
     try:
-        for chunk in _chunks(sources, num_rows):
-            waiting.append(pool.submit(_convert_in_worker, chunk))
-            if len(waiting) > _CHUNKS_AHEAD * config.num_workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
+        for done in _in_order(begun, config.num_workers):
+            yield from done.result()
     except BrokenProcessPool as error:
         raise TemporaryFailure(
             "prepare.num_workers",
@@ -75,15 +78,48 @@ def parallel_outcomes(
         pool.shutdown(cancel_futures=True)
 
 
+def _in_order(begun: Iterable[tuple[_Future, int]], num_workers: int) -> Iterator[_Future]:
+    """What has been begun, in that order, and never more of it begun than may be under way.
+
+    Args: begun: begins the next chunk when it is asked for one; with the chunk's bytes.
+    """
+    waiting: deque[tuple[_Future, int]] = deque()
+    under_way = 0
+    for future, size in begun:
+        waiting.append((future, size))
+        under_way += size
+        # A worker holds the chunk that it is at in any case.
+        while len(waiting) > _CHUNKS_AHEAD * num_workers or (
+            len(waiting) > num_workers and under_way > _BYTES_AHEAD * num_workers
+        ):
+            first, done = waiting.popleft()
+            under_way -= done
+            yield first
+    while waiting:
+        yield waiting.popleft()[0]
+
+
 def _chunks(sources: Sequence[Source], num_rows: int) -> Iterator[_Chunk]:
     left = num_rows
     for index, source in enumerate(sources):
         form = FormOfFile(source.url)
-        rows = source.rows(left)
-        while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+        for chunk in _cut(source.rows(left)):
             left -= len(chunk)
             form.learn(chunk)
             yield index, form, chunk
+
+
+def _cut(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    chunk: list[RawRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += row.size
+        if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _converted(converter: Converter, chunk: _Chunk) -> Iterator[Placed]:
@@ -96,7 +132,7 @@ def _start_worker(verifier: VerifierConfig, config: PrepareConfig, unanswered: b
     # A pool hands on what its initializer makes in no other way.
     global _converter
     opened = open_verifier(verifier)
-    renderer = Renderer(opened.load_tokenizer(), opened.stop_ids)
+    renderer = Renderer(opened.load_tokenizer(), opened.stop_ids, today=config.template_date)
     _converter = Converter(renderer, config, unanswered=unanswered)
 
 

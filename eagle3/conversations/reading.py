@@ -7,7 +7,6 @@ batch of a Parquet row group.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import gzip
 import hashlib
@@ -21,18 +20,17 @@ from typing import Any
 import msgspec
 import pyarrow
 import pyarrow.parquet
-from httpx2 import HTTPError
 
 from eagle3.conversations.messages import COLUMNS, Rejected
-from eagle3.errors import ConfigError, ConversationsInvalid, ServiceUnavailable
+from eagle3.conversations.ranged import RangedFile, answered
+from eagle3.errors import ConfigError, ConversationsInvalid
 from eagle3.manifest import SourceFile
-from eagle3.store import Store, open_store
+from eagle3.store import open_store
+from eagle3.store.urls import refuse_secrets
 
 _CHUNK = 8 * 2**20
 _LONGEST_LINE = 64 * 2**20
 _BATCH_ROWS = 256
-# What the hub answers for a repository that is not there, or not for this token.
-_NO = (401, 403, 404)
 _BOM = b"\xef\xbb\xbf"
 _MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
 
@@ -41,11 +39,14 @@ _MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", 
 class RawRow:
     """A row as it was read: a line of JSON, or a record of a Parquet file.
 
-    `place` is the line, or the record, counted from 1.
+    Attributes:
+        place: the line, or the record, counted from 1.
+        size: bytes that it took where it was read, about; of records the mean of some.
     """
 
     place: int
     value: bytes | dict[str, Any]
+    size: int = 0
 
     def record(self) -> dict[str, Any]:
         """The row as a record. Raises Rejected."""
@@ -76,11 +77,13 @@ def open_sources(urls: Iterable[str]) -> list[Source]:
 
 
 def _expanded(url: str) -> list[Source]:
+    # The store is opened by what stands before the name, and sees no more of the URL.
+    refuse_secrets(url)
     parent, _, name = url.rpartition("/")
     if not any(mark in name for mark in "*?["):
         return [Source(url)]
     below = parent or ("/" if url.startswith("/") else ".")
-    with _answered(url):
+    with answered(url):
         names = [info.path for info in open_store(below).list() if "/" not in info.path]
     matching = fnmatch.filter(names, name)
     if not matching:
@@ -107,13 +110,13 @@ class Source:
         self.url = f"{self._store.url}/{self._name}"
         self._measured: str | None = None
         try:
-            with _answered(url):
+            with answered(url):
                 self._size = self._store.size(self._name)
         except FileNotFoundError as error:
             raise ConfigError(
                 "prepare.data", wanted="a file of conversations", found=url, remedy="correct it"
             ) from error
-        with _answered(url):
+        with answered(url):
             head = self._store.read_range(self._name, 0, 4) if self._size else b""
         self._format = next((f for magic, f in _MAGIC.items() if head.startswith(magic)), "jsonl")
         if self._format == "bzip2":
@@ -162,17 +165,18 @@ class Source:
             )
 
     def _sha256(self) -> str:
-        with _answered(self.url):
-            return self._store.sha256(self._name)
+        file = io.BufferedReader(self._open(), _CHUNK)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _facts(self, sha256: str) -> SourceFile:
         return SourceFile(url=self.url, bytes=self._size, sha256=sha256)
 
-    def _open(self, digest: Any = None) -> _RangedFile:
-        return _RangedFile(self._store, self._name, self._size, digest)
+    def _open(self, digest: Any = None) -> RangedFile:
+        return RangedFile(self._store, self._name, self._size, digest)
 
     def _lines(self, digest: Any) -> Iterator[RawRow]:
-        raw: io.BufferedIOBase = io.BufferedReader(self._open(digest), _CHUNK)
+        file = self._open(digest)
+        raw: io.BufferedIOBase = io.BufferedReader(file, _CHUNK)
         stream = raw
         if self._format == "gzip":
             stream = gzip.GzipFile(fileobj=raw)
@@ -200,44 +204,22 @@ class Source:
                         remedy="write each of its elements as a line of its own",
                     )
                 begins = False
-                yield RawRow(place=place, value=text)
+                yield RawRow(place=place, value=text, size=len(text))
+            file.check_ended()
 
     def _records(self) -> Iterator[RawRow]:
         place = 0
         with self._broken_as_invalid():
             table = pyarrow.parquet.ParquetFile(self._open())
             columns = [name for name in table.schema_arrow.names if name in COLUMNS]
-            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+            for batch in table.iter_batches(batch_size=_batch_rows(table), columns=columns):
+                size = batch.nbytes // max(batch.num_rows, 1)
                 for record in batch.to_pylist():
                     place += 1
-                    yield RawRow(place=place, value=_without_nulls(record))
+                    yield RawRow(place=place, value=_without_nulls(record), size=size)
 
     def _broken_as_invalid(self) -> _BrokenAsInvalid:
         return _BrokenAsInvalid(self.url)
-
-
-@contextlib.contextmanager
-def _answered(url: str) -> Iterator[None]:
-    """What the hub says no by, and errors of its connection, which are no OSErrors."""
-    try:
-        yield
-    except HTTPError as error:
-        raise ServiceUnavailable(
-            f"prepare.data: {url}",
-            wanted="an answer from the hub",
-            found=f"{type(error).__name__}: {error}",
-            remedy="let this machine reach it, or name a copy of the files",
-        ) from error
-    except ServiceUnavailable as error:
-        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if not isinstance(error.__cause__, HTTPError) or status not in _NO:
-            raise
-        raise ConfigError(
-            f"prepare.data: {url}",
-            wanted="a data set of the hub that HF_TOKEN may read",
-            found=f"{type(error.__cause__).__name__}, status {status}",
-            remedy="correct the name, or set HF_TOKEN",
-        ) from error
 
 
 def _unpacked(packed: io.BufferedIOBase) -> io.BufferedIOBase:
@@ -263,6 +245,13 @@ class _ZstdFile(io.RawIOBase):
             raise EOFError(str(error)) from error
         buffer[: len(data)] = data
         return len(data)
+
+
+def _batch_rows(table: pyarrow.parquet.ParquetFile) -> int:
+    """How many rows of this file to have in memory at once."""
+    groups = [table.metadata.row_group(at) for at in range(table.metadata.num_row_groups)]
+    row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=1)
+    return max(1, min(_BATCH_ROWS, _CHUNK // max(row, 1)))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -291,36 +280,3 @@ class _BrokenAsInvalid:
                 found=" ".join(str(error).split())[:200],
                 remedy="write it again",
             ) from error
-
-
-class _RangedFile(io.RawIOBase):
-    """A file in a store as Python sees files, read by ranged requests, hashed when asked to."""
-
-    def __init__(self, store: Store, path: str, size: int, digest: Any) -> None:
-        super().__init__()
-        self._store, self._path, self._size, self._digest = store, path, size, digest
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        with _answered(f"{self._store.url}/{self._path}"):
-            data = self._store.read_range(self._path, self._at, end) if end > self._at else b""
-        if self._digest is not None:
-            self._digest.update(data)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

@@ -12,34 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.conversations.encoding import Encoder
 from eagle3.conversations.growing import growing, turn_parts
 from eagle3.conversations.messages import REASONING, Message, Rejected
-from eagle3.conversations.tool_calls import find_tool_style
+from eagle3.conversations.template import PROBE, ChatTemplate, Tools
 from eagle3.errors import VerifierInvalid
 from eagle3.verifier.tokenizer import special_ids
 
-# What a template's own code raises on messages that it was not written for.
-_REFUSALS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-# How templates are told to prompt without reasoning. Most know none of these.
-_SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
 _PROVEN_EACH = 16  # One conversation in so many is rendered in both ways.
-_PROBE_USER: Message = {"role": "user", "content": "probe question"}
-Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,42 +49,47 @@ class Renderer:
     Args:
         tokenizer: one that has been proven (`Verifier.load_tokenizer`).
         stop_ids: ids that end an answer.
+        today: what a template that asks for the date is told, `prepare.template_date`.
 
-    Raises VerifierInvalid for a template that cannot render one question.
+    Raises VerifierInvalid or ConfigError for a template that cannot be used, as `ChatTemplate`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        *,
+        today: date | None = None,
+    ) -> None:
         self._stops = frozenset(stop_ids)
         self._encoder = Encoder(tokenizer, ())
-        self._switches = self._find_switches()
+        self._template = ChatTemplate(tokenizer, today)
         prompt = self._prove_encoding()
         special = special_ids(tokenizer)
         # Published role markers are not always marked as special, but they are never spelt out.
         self._marks = frozenset(prompt) & (special | set(tokenizer.added_tokens_decoder))
         self._encoder = Encoder(tokenizer, self._stops | self._marks)
-        template = tokenizer.chat_template
-        one_prompt = isinstance(template, str) and len(self._switches) == 1
-        self._growing = growing(template) if one_prompt else None
+        source = self._template.source
+        one_prompt = len(self._template.switches) == 1
+        self._growing = growing(source) if source is not None and one_prompt else None
         self._rendered = 0
         self._control = _literals(tokenizer, special | self._marks)
         self._control_in_answer = _literals(tokenizer, self._marks & special | self._stops)
-        self._tool_style = find_tool_style(
-            lambda messages: self._render_as_is(messages, None, prompt=False)
-        )
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a history with the generation prompt, as a server sends them to the verifier.
 
         Raises Rejected where the template refuses these messages.
         """
-        return self._ids(self._render(messages, tools, prompt=True))
+        return self._ids(self._template.text(messages, tools, prompt=True))
 
     def script(self, messages: Sequence[Message], tools: Tools) -> Script:
         """A conversation that ends with an answer, rendered and checked. Raises Rejected."""
         parts = self._parts(messages, tools)
-        text = _whole(parts) if parts else self._render(messages, tools, prompt=False)
+        text = _whole(parts) if parts else self._template.text(messages, tools, prompt=False)
         self._check_texts(messages, tools, text)
+        if not self._encoder.is_piecewise(text):
+            parts = None
         return Script(messages=messages, tools=tools, text=text, parts=parts)
 
     def learn(self, texts: Iterable[str]) -> None:
@@ -168,10 +159,11 @@ class Renderer:
 
     def _turn_texts(self, messages: Sequence[Message], tools: Tools) -> tuple[list[str], str]:
         """(prompts, whole) of the last message, an answer."""
-        starts = (
-            self._render(messages[:-1], tools, prompt=True, **switch) for switch in self._switches
-        )
-        return list(starts), self._render(messages, tools, prompt=False)
+        text = self._template.text
+        starts = [
+            text(messages[:-1], tools, prompt=True, **switch) for switch in self._template.switches
+        ]
+        return starts, text(messages, tools, prompt=False)
 
     def _parts(
         self, messages: Sequence[Message], tools: Tools
@@ -180,10 +172,10 @@ class Renderer:
         template = self._growing
         if template is None:
             return None
-        spelt = [self._for_template(message) for message in messages]
+        spelt = self._template.spelt(messages)
 
         def render(template: Any) -> str:
-            return self._render_as_is(spelt, tools, prompt=False, chat_template=template)
+            return self._template.text_of(spelt, tools, prompt=False, chat_template=template)
 
         try:
             parts = turn_parts(render, template, len(messages))
@@ -191,13 +183,36 @@ class Renderer:
             # What follows the loop may refuse a message that no history ends with.
             return None
         self._rendered += 1
-        if parts is None or self._rendered % _PROVEN_EACH != 1:
-            return parts
-        # The proof of it, on conversations of this very data.
-        if self._render_as_is(spelt, tools, prompt=False) == _whole(parts):
-            return parts
-        self._growing = None
-        return None
+        if parts is not None and self._rendered % _PROVEN_EACH == 1:
+            self._prove(spelt, tools, parts)
+        return parts
+
+    def _prove(
+        self, spelt: Sequence[Message], tools: Tools, parts: Sequence[tuple[str, str, str]]
+    ) -> None:
+        """Hold the parts against the real renders: the whole, and one answer with its prompt.
+
+        Raises VerifierInvalid, since rows made before would be as wrong as this one.
+        """
+        answers = [at for at, message in enumerate(spelt) if _is_answer(message)]
+        # Another turn each time.
+        place = answers[self._rendered // _PROVEN_EACH % len(answers)]
+        before = "".join(said for said, _, _ in parts[:place])
+        asked = (
+            (len(spelt), False, _whole(parts)),
+            (place + 1, False, before + parts[place][0] + parts[place][1]),
+            (place, True, before + parts[place - 1][2]),
+        )
+        for end, prompt, ours in asked:
+            real = self._template.text_of(spelt[:end], tools, prompt=prompt)
+            if real != ours:
+                at = next(i for i in range(len(real) + 1) if real[: i + 1] != ours[: i + 1])
+                raise VerifierInvalid(
+                    "chat template",
+                    wanted=f"the text of all turns at once to be that of each: {real[at:][:40]!r}",
+                    found=f"{ours[at:][:40]!r} after {at} characters of {end} messages",
+                    remedy="report it with the template, and use no row that was made with it",
+                )
 
     def check_texts(self, messages: Sequence[Message], tools: Tools) -> None:
         """No message may forge a turn, and none may vanish. Raises Rejected.
@@ -205,7 +220,7 @@ class Renderer:
         A special token that is spelt out in a text would become the token itself. In an answer
         only those count that mark turns or end them: others may be the verifier's own speech.
         """
-        self._check_texts(messages, tools, self._render(messages, tools, prompt=False))
+        self._check_texts(messages, tools, self._template.text(messages, tools, prompt=False))
 
     def _check_texts(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
         if tools and self._control.search(_as_json(tools)):
@@ -240,79 +255,10 @@ class Renderer:
     def _ids(self, text: str) -> list[int]:
         return self._encoder.ids(text)
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        *,
-        prompt: bool,
-        **switch: Any,
-    ) -> str:
-        spelt = [self._for_template(message) for message in messages]
-        return self._render_as_is(spelt, tools, prompt=prompt, **switch)
-
-    def _render_as_is(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        *,
-        prompt: bool,
-        **switch: Any,
-    ) -> str:
-        text = self._apply(messages, tools, prompt=prompt, tokenize=False, **switch)
-        assert isinstance(text, str)
-        return text
-
-    def _apply(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        *,
-        prompt: bool,
-        tokenize: bool,
-        **switch: Any,
-    ) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                add_generation_prompt=prompt,
-                tokenize=tokenize,
-                return_dict=False,
-                **switch,
-            )
-        except _REFUSALS as error:
-            raise Rejected("template_refused", f"{type(error).__name__}: {error}") from error
-
-    def _for_template(self, message: Message) -> Message:
-        if "tool_calls" not in message:
-            return message
-        if self._tool_style is None:
-            raise Rejected("tool_calls_unsupported", "the template does not render them")
-        return self._tool_style.spell(message)
-
-    def _find_switches(self) -> list[dict[str, Any]]:
-        """The switches that change the generation prompt, those of the longest prompt first."""
-        prompts: dict[str, dict[str, Any]] = {}
-        for switch in _SWITCHES:
-            try:
-                text = self._render([_PROBE_USER], None, prompt=True, **switch)
-            except Rejected as error:
-                if switch:
-                    continue
-                raise VerifierInvalid(
-                    "chat template",
-                    wanted="one that renders a question",
-                    found=error.detail,
-                    remedy="bring the template that was published with the model",
-                ) from error
-            prompts.setdefault(text, switch)
-        return [prompts[text] for text in sorted(prompts, key=len, reverse=True)]
-
     def _prove_encoding(self) -> list[int]:
         """The ids of a prompt, the same whether its text is encoded or the tokenizer is asked."""
-        ids = self._ids(self._render([_PROBE_USER], None, prompt=True))
-        asked = self._apply([_PROBE_USER], None, prompt=True, tokenize=True)
+        ids = self._ids(self._template.text([PROBE], None, prompt=True))
+        asked = self._template.probe_ids()
         if ids != asked:
             raise VerifierInvalid(
                 "chat template",

@@ -143,8 +143,7 @@ def measure(states: torch.Tensor, following: torch.Tensor, head: Head) -> Proof:
     weights = head.norm.float()
     divided = last[:, weights != 0] / weights[weights != 0]
     scales = divided.square().mean(dim=1).sqrt()
-    recurring, counts = following.unique(return_counts=True)
-    recurring = recurring[counts > 1]
+    recurring = (torch.bincount(following) > 1).nonzero().flatten()
     at = torch.isin(following, recurring)
     *others, own = (
         tells(layer[at], following[at], recurring, head) for layer in states.unbind(dim=1)

@@ -133,7 +133,9 @@ def _other_verifier(config: RunConfig, prepared: Artifact | None) -> str:
         now = figures_at(config.verifier.source)
     except Eagle3Error:
         return ""
-    for name in _FIGURES if before is not None and now is not None else ():
+    if before is None or now is None:
+        return ""
+    for name in _FIGURES:
         if now[name] != getattr(before, name):
             return f"verifier.source has {name} {now[name]}, and had {getattr(before, name)}"
     return ""

@@ -158,7 +158,7 @@ class Store:
             info = self._fs.info(self._path(path))
             if info["type"] != "file":
                 raise FileNotFoundError(path)
-            return int(info["size"])
+        return faults.size_told(info["size"], f"{self.url}/{path}")
 
     def exists(self, path: str) -> bool:
         """Whether an object (never a prefix) stands at the path, asked of the backend itself."""
@@ -224,7 +224,9 @@ class Store:
         digest = hashlib.sha256()
         total = self.size(path)
         for start in range(0, total, _HASH_CHUNK):
-            digest.update(self.read_range(path, start, min(start + _HASH_CHUNK, total)))
+            end = min(start + _HASH_CHUNK, total)
+            data = self.read_range(path, start, end)
+            digest.update(faults.all_of(data, end - start, f"{self.url}/{path}"))
         return digest.hexdigest()
 
     def probe(self) -> None:

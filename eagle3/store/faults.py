@@ -193,3 +193,27 @@ def first_line(error: BaseException) -> str:
     """An exception's kind and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def size_told(size: int | None, where: str) -> int:
+    """An object's size. Raises EnvironmentMisconfigured where the server tells none."""
+    if size is None:
+        raise EnvironmentMisconfigured(
+            where,
+            wanted="its size, which ranged reads need",
+            found="none in the server's answer",
+            remedy="name a copy in a store that tells it",
+        )
+    return int(size)
+
+
+def all_of(data: bytes, size: int, where: str) -> bytes:
+    """The bytes of a range. Raises EnvironmentMisconfigured where they are more, or fewer."""
+    if len(data) != size:
+        raise EnvironmentMisconfigured(
+            where,
+            wanted=f"the {size} bytes that were asked for",
+            found=f"{len(data)} bytes",
+            remedy="name a copy in a store that gives ranges, and that nobody is writing",
+        )
+    return data

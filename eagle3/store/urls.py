@@ -25,6 +25,8 @@ _HASTY: ContextVar[bool] = ContextVar("_HASTY", default=False)
 # As fsspec joins URLs; a name that only holds two colons is none of these.
 _CHAINED = re.compile(r"^[a-z0-9]+::|::[a-z0-9]+://")
 _WHOLE_URLS = frozenset({"http", "https"})
+# Where what stands before an @ is a container or a repository, and no one's name.
+_AT_IN_NAMES = frozenset({"abfs", "abfss", "az", "adl", "hf", "github"})
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -51,6 +53,7 @@ def split_url(url: str) -> tuple[str, str]:
             found=f"{parts.scheme}://",
             remedy="correct the scheme",
         )
+    refuse_secrets(url)
     rest = url.split("://", 1)[1].rstrip("/")
     if parts.scheme in ("file", "local") and parts.netloc:
         raise ConfigError(
@@ -67,6 +70,25 @@ def split_url(url: str) -> tuple[str, str]:
         )
     # Where the scheme is part of the protocol, its client wants it in every path.
     return parts.scheme, f"{parts.scheme}://{rest}" if parts.scheme in _WHOLE_URLS else rest
+
+
+def refuse_secrets(url: str) -> None:
+    """A URL is kept in manifests and told in logs: nothing in it may let anybody in.
+
+    Raises ConfigError, which does not repeat it.
+    """
+    parts = urlsplit(url)
+    login = "@" in parts.netloc and parts.scheme not in _AT_IN_NAMES
+    # Signed URLs have their signature in the query, and no store here is named by one.
+    query = parts.scheme in _WHOLE_URLS and "?" in url
+    if login or query:
+        host = parts.netloc.rpartition("@")[2]
+        raise ConfigError(
+            f"{parts.scheme}://{host}",
+            wanted="a URL without credentials, since manifests and logs hold it",
+            found="a login before its host" if login else "a query behind its path",
+            remedy="leave that out, and give credentials by the environment",
+        )
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from eagle3.coverage import coverage
 from eagle3.errors import ConfigError
 from eagle3.verification.contents import Check, Contents
 from eagle3.verifier import TENSORS_NAME, LoadedVerifier, load_verifier_artifact
-from eagle3.verifier.tokenizer import facts_of
 from eagle3.vocab import build_mapping, load_counts, load_mapping
 
 _COVERAGE_NAME = "coverage.json"
@@ -64,13 +63,10 @@ class VerifierContents(Contents):
 
     def _check_tokenizer(self, loaded: LoadedVerifier) -> None:
         try:
-            tokenizer = loaded.load_tokenizer()
+            # Held against the manifest's facts where it is opened.
+            loaded.load_tokenizer()
         except ConfigError as error:
             self.notes.append(f"{self.artifact.store.url}: its tokenizer was not opened: {error}")
-            return
-        found, told = facts_of(tokenizer, loaded.tokenizer_folder), loaded.tokenizer_facts()
-        self.says("tokenizer.size", found.size, told.size)
-        self.says("tokenizer.fingerprint", found.fingerprint, told.fingerprint)
 
 
 class VocabContents(Contents):

@@ -76,6 +76,9 @@ class TextModel(ABC):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._open_tokenizer()
+
+    def _open_tokenizer(self) -> PreTrainedTokenizerBase:
         return tokenizers.open_tokenizer(
             self.tokenizer_folder,
             vocab_size=self.vocab_size,
@@ -83,7 +86,7 @@ class TextModel(ABC):
         )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The proven tokenizer, one per verifier. Raises ConfigError, VerifierInvalid."""
+        """The proven tokenizer, one per verifier. Raises ConfigError, DataInvalid."""
         return self._tokenizer
 
     @cached_property

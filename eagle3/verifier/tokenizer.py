@@ -80,14 +80,16 @@ def open_tokenizer(
             remedy="read that file, then set it",
         )
     tokenizer = _load(AutoTokenizer, folder, trust_remote_code)
-    if declared and trust_remote_code and type(tokenizer).__name__ != declared.split(".")[-1]:
+    if declared and trust_remote_code and not _is_of(tokenizer, declared):
         raise VerifierInvalid(
             f"{folder}: tokenizer class",
             wanted=declared,
             found=type(tokenizer).__name__,
             remedy="bring the files that tokenizer_config.json names",
         )
-    if raw is not None and not (declared and trust_remote_code):
+    if raw is not None and declared and trust_remote_code:
+        _check_remote_class(tokenizer, raw, folder)
+    elif raw is not None:
         tokenizer = _equal_to_raw(tokenizer, raw, folder)
     _check_template(tokenizer, folder)
     _check_special_tokens(tokenizer, folder)
@@ -97,7 +99,11 @@ def open_tokenizer(
 
 
 def facts_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokenizerFacts:
-    """Hash over the tokenizer's files and the template in effect, wherever that was written."""
+    """Hash over the tokenizer's files and the template in effect, wherever that was written.
+
+    Where a folder has both tokenizer.json and a class of its own, it is part of it which of them
+    encodes.
+    """
     digest = hashlib.sha256()
     names = sorted(
         str(path.relative_to(folder)) for path in folder.iterdir() if is_vocabulary_file(path.name)
@@ -107,6 +113,9 @@ def facts_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokenizerFacts
         digest.update(f"{name} {content}\n".encode())
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     digest.update(template.encode())
+    declared = _declared_remote_class(folder)
+    if declared and "tokenizer.json" in names and _is_of(tokenizer, declared):
+        digest.update(f"\n{declared}".encode())
     return TokenizerFacts(fingerprint=digest.hexdigest(), size=len(tokenizer))
 
 
@@ -192,6 +201,22 @@ def _declared_remote_class(folder: Path) -> str | None:
     classes = declared.get("AutoTokenizer") if isinstance(declared, dict) else declared
     names = [classes] if isinstance(classes, str) else [name for name in classes or () if name]
     return names[0] if names else None
+
+
+def _is_of(tokenizer: PreTrainedTokenizerBase, declared: str) -> bool:
+    return type(tokenizer).__name__ == declared.split(".")[-1]
+
+
+def _check_remote_class(tokenizer: PreTrainedTokenizerBase, raw: Tokenizer, folder: Path) -> None:
+    """A class of the folder's own encodes as the tokenizer.json beside it: servers take either."""
+    differs = _encodes_as(tokenizer, raw)
+    if differs is not None:
+        raise VerifierInvalid(
+            f"{folder}: tokenizer",
+            wanted=f"{type(tokenizer).__name__} to give the ids of tokenizer.json for {differs!r}",
+            found="others",
+            remedy="remove the one that was not published with these weights",
+        )
 
 
 def _equal_to_raw(
