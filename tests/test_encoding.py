@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eagle3.config import PrepareConfig
-from eagle3.conversations import Converter, FormOfFile, Kept, RawRow, Renderer
+from eagle3.conversations import Converter, FormOfFile, Kept, RawRow, Rejected, Renderer
 from eagle3.conversations.encoding import Encoder
 from tests import chat_tokenizers as chats
 
@@ -37,9 +37,7 @@ def tokenizer() -> Cutting:
     return found
 
 
-@pytest.mark.parametrize(
-    "text", ["x" * (RUN + 9), " " * (RUN + 9), "ab " * 140_000], ids=["run", "space", "length"]
-)
+@pytest.mark.parametrize("text", ["x" * (RUN + 9), "ab " * 140_000], ids=["run", "length"])
 def test_a_text_that_is_cut_by_its_length_is_encoded_whole(tokenizer: Cutting, text: str) -> None:
     cuts = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>")]
     encoder = Encoder(tokenizer, cuts)
@@ -49,8 +47,9 @@ def test_a_text_that_is_cut_by_its_length_is_encoded_whole(tokenizer: Cutting, t
     assert encoder.pieces(text) != tokenizer.encode(text), "else this shows nothing"
 
 
-def test_rows_of_a_long_run_are_those_of_their_whole_texts(tokenizer: Cutting) -> None:
-    said = ["q", "x" * (RUN - 9), "again?", "yes"]
+def converted(tokenizer: Cutting, answer: str) -> tuple[Any, list[int]]:
+    """What becomes of a conversation with this answer, and the ids of its whole text."""
+    said = ["q", answer, "again?", "yes"]
     messages = [
         {"role": role, "content": text}
         for role, text in zip(("user", "assistant") * 2, said, strict=True)
@@ -60,8 +59,18 @@ def test_rows_of_a_long_run_are_those_of_their_whole_texts(tokenizer: Cutting) -
     form.learn([row])
     assert isinstance(tokenizer.eos_token_id, int)
     found = Converter(Renderer(tokenizer, [tokenizer.eos_token_id]), config).convert(row, form)
+    return found, tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def test_rows_of_a_long_run_are_those_of_their_whole_texts(tokenizer: Cutting) -> None:
+    found, whole = converted(tokenizer, "x" * (RUN + 9))
     assert isinstance(found, Kept)
-    whole = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
     ((ids, _),) = found.rows
     assert ids == whole[: len(ids)]
     assert 0 in ids
+
+
+def test_an_answer_whose_stop_token_is_cut_in_two_is_rejected(tokenizer: Cutting) -> None:
+    found, _ = converted(tokenizer, "x" * (RUN - 9))
+    assert isinstance(found, Rejected)
+    assert found.reason == "no_stop_token"

@@ -128,7 +128,7 @@ def renderer_of(tokenizer: PreTrainedTokenizerBase) -> Renderer:
 
 WRONG = {
     "the whole": chats.USERS_ONLY + "x",
-    "a prompt alone": chats.CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant"),
+    "a prompt alone": chats.CHATML.replace("<|im_start|>assistant", "<|im_start|> assistant"),
 }
 
 

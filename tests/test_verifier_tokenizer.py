@@ -164,7 +164,7 @@ def beside_a_class(folder: Path) -> None:
     edit_json(
         folder / "tokenizer_config.json",
         auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]},
-        tokenizer_class="Own",
+        tokenizer_class="PreTrainedTokenizerFast",
     )
 
 
@@ -263,7 +263,7 @@ class TestB02RemoteCode:
     ) -> None:
         beside_a_class(llama)
         facts = {}
-        for trusted, kind in ((True, "Own"), (False, "PreTrainedTokenizerFast")):
+        for trusted, kind in ((True, "Own"), (False, "TokenizersBackend")):
             verifier = opened(llama, trust_remote_code=trusted)
             assert kind in {one.__name__ for one in type(verifier.load_tokenizer()).__mro__}
             facts[trusted] = verifier.tokenizer_facts().fingerprint
@@ -278,6 +278,12 @@ class TestB02RemoteCode:
             for _ in range(2):
                 with pytest.raises(ManifestInvalid, match=r"tokenizer\.fingerprint: wanted"):
                     _ = loaded.required_ids
+
+    def test_one_whose_class_nobody_else_knows_must_be_trusted_first(self, llama: Path) -> None:
+        beside_a_class(llama)
+        edit_json(llama / "tokenizer_config.json", tokenizer_class="Own")
+        with pytest.raises(ConfigError, match=r"trust_remote_code: wanted true, to run .*Own"):
+            opened(llama).load_tokenizer()
 
     def test_its_code_is_part_of_its_identity_and_of_the_artefact(
         self, kimi: Path, tmp_path: Path

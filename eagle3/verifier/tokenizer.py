@@ -73,13 +73,14 @@ def open_tokenizer(
     declared = _declared_remote_class(folder)
     raw = _raw_tokenizer(folder / "tokenizer.json")
     if declared and not trust_remote_code and raw is None:
-        raise ConfigError(
-            "verifier.trust_remote_code",
-            wanted=f"true, to run {declared} of {folder}",
-            found="false",
-            remedy="read that file, then set it",
-        )
-    tokenizer = _load(AutoTokenizer, folder, trust_remote_code)
+        raise _must_be_trusted(declared, folder)
+    try:
+        tokenizer = _load(AutoTokenizer, folder, trust_remote_code)
+    except VerifierInvalid as error:
+        if declared and not trust_remote_code:
+            # A tokenizer.json is of no use beside a class whose name transformers does not know.
+            raise _must_be_trusted(declared, folder) from error
+        raise
     if declared and trust_remote_code and not _is_of(tokenizer, declared):
         raise VerifierInvalid(
             f"{folder}: tokenizer class",
@@ -96,6 +97,15 @@ def open_tokenizer(
     _check_round_trip(tokenizer, folder)
     _check_ids(tokenizer, vocab_size, folder)
     return tokenizer
+
+
+def _must_be_trusted(declared: str, folder: Path) -> ConfigError:
+    return ConfigError(
+        "verifier.trust_remote_code",
+        wanted=f"true, to run {declared} of {folder}",
+        found="false",
+        remedy="read that file, then set it",
+    )
 
 
 def facts_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokenizerFacts:
