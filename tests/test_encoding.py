@@ -25,9 +25,16 @@ class Cutting(chats.ByteTokenizer):
             for run in re.findall(r"\S+|\s+", text[start : start + EVERY]):
                 for at in range(0, len(run), RUN):
                     ids += [0] if ids and at else []
-                    ids += super().encode(run[at : at + RUN], *args, **options)
+                    ids += self._bytes(run[at : at + RUN])
             ids += [1] if start + EVERY < len(text) else []
         return ids
+
+    def _bytes(self, text: str) -> list[int]:
+        if "|" not in text:
+            return list(text.encode())
+        parts = re.split(r"(<\|im_start\|>|<\|im_end\|>)", text)
+        special = self.added_tokens_encoder
+        return [i for one in parts for i in ([special[one]] if one in special else one.encode())]
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import yaml
 
+from eagle3.artifact import Artifact
 from eagle3.capture import Completion, FakeGenerator, Generator, Sampling, Told, nobody
 from eagle3.conversations import RowRecord, read_row_records
 from eagle3.errors import (
@@ -28,6 +30,7 @@ from eagle3.verifier import load_verifier_artifact
 from eagle3.vocab import load_counts
 from eagle3.work import Work
 from jobs import prepare, process, regenerate
+from tests import chat_tokenizers as chats
 from tests.tiny_run import (
     artifact_at,
     content_of,
@@ -356,6 +359,26 @@ def test_a_conversation_of_several_prepared_rows_is_answered_once(folder: Path) 
     (row,) = chats[0].rows()
     assert row.row == "000000007.0"
     assert supervised(row) == [300, END, 300, END]
+
+
+def test_prompts_are_rendered_with_the_date_of_the_rows(folder: Path) -> None:
+    run = stage_run("regenerate", folder / "run.yaml", store_of(folder))
+    verifier = load_verifier_artifact(run.inputs["verifier"], folder / "scratch")
+    asking = "{{ strftime_now('%Y-%m-%d') }}"
+    verifier.load_tokenizer().chat_template = asking + chats.CHATML
+    rows = run.inputs["rows"]
+    told = {**rows.manifest.config, "template_date": "2026-01-31"}
+    manifest = msgspec.structs.replace(rows.manifest, config=told)
+    dated = Artifact(store=rows.store, manifest=manifest)
+    record = RowRecord(row="000000007.0", conversation="c", source=0, messages=[said("user")])
+    unit, engine = Unit(number=0, spans=(Span(path="x", start=0, stop=1),)), Scripted([300, END])
+    plan = plan_answers(dated, run.config.regenerate)
+    Answerer(engine, verifier, plan, run.check_stop).answer(unit, [record], nobody)
+    (((prompt,), _),) = engine.asked
+    assert verifier.load_tokenizer().decode(prompt).startswith("2026-01-31")
+    undated = plan_answers(rows, run.config.regenerate)
+    with pytest.raises(ConfigError, match=r"prepare\.template_date"):
+        Answerer(engine, verifier, undated, run.check_stop)
 
 
 def test_an_empty_answer_ends_a_conversation_before_its_turn() -> None:

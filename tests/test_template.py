@@ -1,15 +1,19 @@
 """A chat template's text comes of the messages and the settings alone, on every day."""
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils import chat_template_utils
 
-from eagle3.config import PrepareConfig
+from eagle3.config import PrepareConfig, RegenerateConfig
 from eagle3.conversations import Converter, FormOfFile, Kept, RawRow, Renderer
 from eagle3.errors import ConfigError, VerifierInvalid
+from eagle3.onpolicy import plan_answers
 from tests import chat_tokenizers as chats
+from tests.test_prepare import chat, committed, digests, run_prepare, write_config, write_jsonl
+from tests.tiny_verifiers import make_llama
 
 DATED = (
     """\
@@ -77,3 +81,33 @@ def test_the_word_alone_asks_for_no_date() -> None:
 def test_a_template_that_draws_lots_is_refused(drawn: str) -> None:
     with pytest.raises(VerifierInvalid, match="the same text each time"):
         renderer(drawn + chats.CHATML, None)
+
+
+@pytest.fixture(scope="module")
+def dated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A verifier whose template asks for the date."""
+    folder = make_llama(tmp_path_factory.mktemp("dated") / "verifier", num_layers=4)
+    (folder / "chat_template.jinja").write_text(DATED)
+    return folder
+
+
+def test_a_run_has_one_date_in_whichever_process_and_another_is_another_run(
+    tmp_path: Path, dated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", [chat(at) for at in range(20)])
+    assert run_prepare(write_config(tmp_path, dated, data), tmp_path / "none") == 64
+    assert "prepare.template_date: wanted a date" in capsys.readouterr().err
+    assert not (tmp_path / "none/work").exists(), "nothing was claimed"
+    for workers in (0, 2):
+        config = write_config(
+            tmp_path, dated, data, template_date="2026-01-31", num_workers=workers
+        )
+        assert run_prepare(config, tmp_path / f"{workers}") == 0
+    assert digests(tmp_path / "0") == digests(tmp_path / "2")
+    other = write_config(tmp_path, dated, data, template_date="2026-02-01")
+    assert run_prepare(other, tmp_path / "0") == 65
+    assert "template_date" in capsys.readouterr().err
+    # What regenerate is told is what these rows were rendered with.
+    rows = committed(tmp_path / "0")
+    plan = plan_answers(rows, RegenerateConfig(max_new_tokens=9))
+    assert plan.template_date == datetime.date(2026, 1, 31)
