@@ -31,7 +31,7 @@ def test_b101_a_store_that_cannot_keep_what_is_written_is_refused_before_any_wor
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text(CONFIG)
-    fsspec.register_implementation("forgetful", "tests.test_store.Forgetful", clobber=True)
+    fsspec.register_implementation("forgetful", "tests.test_store_urls.Forgetful", clobber=True)
     arguments = ["--config", str(tmp_path / "run.yaml"), "--store", "forgetful://run"]
     begun: list[str] = []
     assert run_stage("prepare", lambda run: begun.append(run.store.url) or "", arguments) == 78
