@@ -408,6 +408,18 @@ def test_files_without_a_row_are_refused_by_name(
     assert "chats.jsonl; name files" in said
 
 
+def test_where_every_row_is_rejected_the_reasons_are_told(
+    tmp_path: Path, verifier: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "wizard", "content": "a"}]}\n' * 3)
+    config = write_config(tmp_path, verifier, data, max_rejected_share=1.0)
+    assert run_prepare(config, tmp_path / "run") == 65
+    said = capfd.readouterr().err
+    assert "found none in 3 rows, rejected: unknown_role:wizard 3 (as " in said
+    assert "smaller share" not in said
+
+
 def test_b94_the_closing_line_counts_what_was_left_out_each_by_itself(
     tmp_path: Path, verifier: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

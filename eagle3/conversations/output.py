@@ -139,11 +139,14 @@ class Preparation:
         Raises ConversationsInvalid when there is nothing to train on.
         """
         if not self._facts["conversations"]:
+            reasons = self._tally.told()
             raise ConversationsInvalid(
                 "prepare.data",
                 wanted="at least one conversation to train on",
-                found=f"none in {self._tally.rows_in} rows",
-                remedy="give more conversations, or hold out a smaller share",
+                found=f"none in {self._tally.rows_in} rows{reasons and ', rejected: ' + reasons}",
+                remedy="correct these rows, or take a verifier whose template renders them"
+                if reasons
+                else "give more conversations, or hold out a smaller share",
             )
         prompts = self._heldout.chosen()
         if surplus := self._heldout.offered - len(prompts):

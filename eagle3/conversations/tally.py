@@ -78,21 +78,24 @@ class Tally:
                 places.append(f"{row.source}:{row.line}")
         return found
 
+    def told(self) -> str:
+        """The reasons that are faults of rows, with counts and examples."""
+        return ", ".join(
+            f"{reason} {count} (as {'; '.join(self._examples[reason])})"
+            for reason, count in self.rejected.most_common()
+            if reason not in _NO_FAULTS
+        )
+
     def check(self, max_share: float, rows: int) -> None:
         """Raises ConversationsInvalid when more than this share of all rows is rejected."""
         faults = sum(n for reason, n in self.rejected.items() if reason not in _NO_FAULTS)
         if faults <= max_share * rows:
             return
-        parts = [
-            f"{reason} {count} (as {'; '.join(self._examples[reason])})"
-            for reason, count in self.rejected.most_common()
-            if reason not in _NO_FAULTS
-        ]
         no_records = sum(self.rejected[reason] for reason in _NO_RECORDS)
         raise ConversationsInvalid(
             "prepare.data",
             wanted=f"at most {max_share:.1%} of {rows} rows rejected",
-            found=f"{faults} rejected: {', '.join(parts)}",
+            found=f"{faults} rejected: {self.told()}",
             remedy="write the data as one JSON object a line, or as Parquet"
             if no_records == self.rows_in
             else "correct these rows or the settings that reject them, "
