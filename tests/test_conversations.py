@@ -215,6 +215,13 @@ def test_a_template_that_never_ends_an_answer_is_not_trained_on(fast: Tokenizers
     assert reason(by, {"messages": [USER, ANSWER]}) == "no_stop_token"
 
 
+def test_an_answer_that_goes_on_after_its_stop_token_is_not_trained_on(fast: Tokenizers) -> None:
+    """As DeepSeek-V3's template ends three tool calls after the second."""
+    more = "+ '<|im_end|>' + ('a third' if message['role'] == 'assistant' else '') "
+    by = converter(fast(chats.CHATML.replace("+ '<|im_end|>' ", more)))
+    assert reason(by, {"messages": [USER, ANSWER]}) == "answer_goes_on"
+
+
 def test_a_template_that_renders_no_question_is_refused_at_once(fast: Tokenizers) -> None:
     with pytest.raises(VerifierInvalid, match="renders a question"):
         renderer(fast("{{ raise_exception('no') }}"))

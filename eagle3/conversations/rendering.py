@@ -65,9 +65,12 @@ class Renderer:
         self._encoder = Encoder(tokenizer, ())
         self._template = ChatTemplate(tokenizer, today)
         prompt = self._prove_encoding()
+        self._tokenizer = tokenizer
         special = special_ids(tokenizer)
+        self._silent: set[tuple[int, ...]] = set()
         # Published role markers are not always marked as special, but they are never spelt out.
         self._marks = frozenset(prompt) & (special | set(tokenizer.added_tokens_decoder))
+        self._wordless = special | self._marks | self._stops
         self._encoder = Encoder(tokenizer, self._stops | self._marks)
         source = self._template.source
         one_prompt = len(self._template.switches) == 1
@@ -250,7 +253,17 @@ class Renderer:
             raise Rejected("empty_answer", "the template renders nothing for it")
         if tail[0] in self._marks:
             raise Rejected("role_marker_supervised", "the template has no generation prompt")
+        self._check_ended(tuple(tail[end + 1 :]))
         return tail[: end + 1]
+
+    def _check_ended(self, after: tuple[int, ...]) -> None:
+        """A template may end an answer of several tool calls before the last of them. Raises
+        Rejected: a verifier says all of it first, and nothing past its stop token."""
+        if after and after not in self._silent:
+            said = self._tokenizer.decode([i for i in after if i not in self._wordless])
+            if str(said).strip():
+                raise Rejected("answer_goes_on", f"after its stop token with {str(said)[:80]!r}")
+            self._silent.add(after)
 
     def _ids(self, text: str) -> list[int]:
         return self._encoder.ids(text)

@@ -29,7 +29,8 @@ _REFUSALS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    # A recursion without end, and what a tokenizer's own class has left out.
+    RuntimeError,
 )
 # How templates are told to prompt without reasoning. Most know none of these.
 _SWITCHES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
@@ -87,8 +88,16 @@ class ChatTemplate:
         return text
 
     def probe_ids(self) -> Any:
-        """What the tokenizer itself gives for a question's prompt."""
-        return self._apply([PROBE], None, prompt=True, tokenize=True)
+        """What the tokenizer itself gives for a question's prompt. Raises VerifierInvalid."""
+        try:
+            return self._apply([PROBE], None, prompt=True, tokenize=True)
+        except Rejected as error:
+            raise VerifierInvalid(
+                "tokenizer",
+                wanted="one that encodes a question's prompt",
+                found=error.detail,
+                remedy="bring every tokenizer file that was published with the model",
+            ) from error
 
     def spelt(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with tool calls as the template wants them. Raises Rejected."""
