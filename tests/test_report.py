@@ -312,6 +312,18 @@ def test_a_broken_coverage_curve_names_its_object(figures, lineage, tmp_path):
         gather(figures, [Artifact(store=broken, manifest=manifest)], "")
 
 
+def test_a_speedup_that_cannot_be_is_told_as_such(figures, lineage):
+    """Seen on a machine whose other work ended between two engines: 6.7 times at 2.08 tokens."""
+    out = io.StringIO()
+    assert content.speed_warning(figures) == ""
+    spoiled = msgspec.structs.replace(
+        figures, speed=(speed_figures(1, blocks(1.0), blocks(6.7)), *figures.speed)
+    )
+    show(spoiled, Console(file=out, width=100))
+    assert "cannot be above the acceptance length" in " ".join(out.getvalue().split())
+    assert "cannot be above the acceptance length" in render(gather(spoiled, lineage, "a/b"))
+
+
 def test_the_terminal_shows_acceptance_speed_and_losslessness(figures):
     out = io.StringIO()
     show(figures, Console(file=out, width=100))

@@ -89,6 +89,7 @@ def render(evidence: Evidence) -> str:
         tiles=content.tiles(figures),
         charts=charts,
         speed=content.speed_table(figures),
+        speed_warning=content.speed_warning(figures),
         lossless=content.lossless_text(figures),
         divergences=content.divergence_table(figures),
         lineage=chain.chain(evidence.lineage),

@@ -220,6 +220,23 @@ def speed_table(figures: Figures) -> Table:
     }
 
 
+def speed_warning(figures: Figures) -> str:
+    """Why the rates cannot be, empty where they can.
+
+    A verifier's step is no cheaper for the guesses that it checks, so that one answer at a time
+    is never sped up by more than the tokens of a step. Engines are timed one after the other.
+    """
+    most = figures.trained.interval[1]
+    for speed in figures.speed:
+        least = speed.interval[0] if speed.interval else speed.speedup
+        if speed.batch == 1 and least > most:
+            return (
+                f"The speedup at batch 1 cannot be above the acceptance length, {most:.2f}: other "
+                "work on this machine slowed one engine and not the other. Measure it again."
+            )
+    return ""
+
+
 def lossless_text(figures: Figures) -> str:
     """What was compared, and with which outcome."""
     compared = (

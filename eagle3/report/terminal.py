@@ -16,12 +16,14 @@ _WHOLE = 3
 
 def show(figures: Figures, console: Console) -> None:
     """Print acceptance, speed and whether the output stayed the verifier's own."""
+    warning = content.speed_warning(figures)
     console.print(
         Group(
             Text(content.headline(figures), style="bold"),
             Text(content.lead(figures)),
             _table(content.acceptance_table(figures)),
             _table(content.speed_table(figures)),
+            *([Text(f"{warning}\n", style="bold")] if warning else []),
             Text(content.lossless_text(figures)),
         )
     )
