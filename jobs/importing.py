@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.capture import Head
 from eagle3.config import RunConfig
@@ -33,12 +32,12 @@ from eagle3.manifest import (
     LAYER_ID_CONVENTION,
     STATES_DTYPE,
     Manifest,
-    identity_of,
     totals,
 )
 from eagle3.stages import stage_named
 from eagle3.store import Store
 from eagle3.verifier import Verifier, open_verifier
+from jobs.kept_verifier import commit_verifier
 from jobs.process import StageRun, arguments, guarded, load_run
 
 
@@ -148,29 +147,6 @@ def claim_states(
         inputs={"rows": rows, "verifier": verifier.facts().fingerprint},
         settings={"layer_ids": list(layer_ids), "imported": imported},
     )
-
-
-def commit_verifier(run: StageRun, verifier: Verifier) -> Artifact:
-    """Commit what later stages need of the verifier, unless it stands already."""
-    fingerprints = {
-        "verifier": verifier.facts().fingerprint,
-        "tokenizer": verifier.tokenizer_facts().fingerprint,
-    }
-    identity = identity_of(fingerprints, {"stop_ids": list(verifier.stop_ids)})
-    if standing := run.committed(identity, "verifier"):
-        return standing
-    store = run.output("verifier")
-    with run.scratch() as folder:
-        names = verifier.save_artifact_files(folder)
-        files = tuple(artifacts.put(store, name, folder / name) for name in names)
-    manifest = Manifest(
-        artifact="verifier",
-        identity=identity,
-        files=files,
-        verifier=verifier.facts(),
-        tokenizer=verifier.tokenizer_facts(),
-    )
-    return run.commit(manifest, "verifier")
 
 
 def rows_manifest(

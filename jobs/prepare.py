@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from eagle3 import artifact as artifacts
 from eagle3.config import RunConfig
 from eagle3.conversations import (
     Converter,
@@ -25,9 +24,10 @@ from eagle3.conversations import (
     rejected_in_words,
 )
 from eagle3.errors import ConfigError, ConversationsInvalid
-from eagle3.manifest import Manifest, SourceFile, identity_of
+from eagle3.manifest import Manifest, SourceFile
 from eagle3.verifier import Verifier, open_verifier
 from eagle3.vocab import check_size
+from jobs.kept_verifier import commit_verifier
 from jobs.process import StageRun, run_stage
 
 
@@ -48,13 +48,12 @@ def story(run: StageRun) -> str:
         "tokenizer": verifier.tokenizer_facts().fingerprint,
     }
     data = {f"data.{i}": file.sha256 for i, (file, _) in enumerate(measured)}
-    stop_ids = {"stop_ids": list(verifier.stop_ids)}
-    settings = {**stop_ids, "regenerate": {"enabled": unanswered}}
+    settings = {"stop_ids": list(verifier.stop_ids), "regenerate": {"enabled": unanswered}}
     identity = run.claim(inputs={**fingerprints, **data}, settings=settings)
     if done := run.committed(identity):
         return f"already committed, {done.manifest.total_samples} rows"
 
-    commit_verifier(run, verifier, identity_of(fingerprints, stop_ids))
+    commit_verifier(run, verifier)
     num_rows = min(sum(rows for _, rows in measured), config.max_conversations or sys.maxsize)
     manifest = msgspec.structs.replace(
         convert_rows(run, converter, sources, num_rows=num_rows, verifier=verifier),
@@ -110,24 +109,6 @@ def check_sizes(config: RunConfig, verifier: Verifier) -> None:
             found=config.prepare.max_seq_len,
             remedy="lower it",
         )
-
-
-def commit_verifier(run: StageRun, verifier: Verifier, identity: str) -> None:
-    """Commit what later stages need of the verifier, unless it stands already."""
-    if run.committed(identity, "verifier"):
-        return
-    store = run.output("verifier")
-    with run.scratch() as folder:
-        names = verifier.save_artifact_files(folder)
-        files = tuple(artifacts.put(store, name, folder / name) for name in names)
-    manifest = Manifest(
-        artifact="verifier",
-        identity=identity,
-        files=files,
-        verifier=verifier.facts(),
-        tokenizer=verifier.tokenizer_facts(),
-    )
-    run.commit(manifest, "verifier")
 
 
 def convert_rows(

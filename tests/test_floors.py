@@ -93,6 +93,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "jobs.show",
         "jobs.delete",
         "jobs.importing",
+        "jobs.kept_verifier",
         "jobs.plan",
         "jobs.cli",
     ),

@@ -37,6 +37,7 @@ NO_STAGES = {
     "lineage",
     "delete",
     "importing",
+    "kept_verifier",
     "plan",
     "show",
     "verify",
