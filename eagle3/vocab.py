@@ -98,9 +98,11 @@ def supervised_counts(rows: Iterable[TokenRow], vocab_size: int) -> torch.Tensor
 
     Raises MappingInvalid for an id outside the vocabulary.
     """
-    supervised = [row.input_ids[row.loss_mask == 1] for row in rows]
     none = torch.zeros(0, dtype=torch.int64)
-    counts = torch.bincount(torch.cat([none, *supervised]), minlength=vocab_size)
+    rows = list(rows)
+    ids = torch.cat([none, *(row.input_ids for row in rows)])
+    mask = torch.cat([none, *(row.loss_mask for row in rows)])
+    counts = torch.bincount(ids[mask == 1], minlength=vocab_size)
     _check_id(counts.numel() - 1, vocab_size)
     return counts
 

@@ -246,7 +246,9 @@ class Renderer:
                 raise Rejected("template_drops_turn", f"a {message['role']} message is lost")
 
     def _answer(self, tail: list[int]) -> list[int]:
-        end = next((i for i, token in enumerate(tail) if token in self._stops), None)
+        # Once for each of the few stop tokens, since a loop over the ids costs more than the rest.
+        ends = [tail.index(token) for token in self._stops if token in tail]
+        end = min(ends, default=None)
         if end is None:
             raise Rejected("no_stop_token", "the template does not end the answer")
         if end == 0:

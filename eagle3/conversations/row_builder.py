@@ -19,7 +19,7 @@ class RowBuilder:
         self._max_tokens = max_tokens
         self._rows: list[tuple[list[int], list[int]]] = []
 
-    def add_turn(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bool:
+    def add_turn(self, prompt_ids: list[int], answer_ids: Sequence[int]) -> bool:
         """Add a prompt (the whole history) and its answer; only the answer is supervised.
 
         Returns False, and changes nothing, where the row would become too long.
@@ -28,11 +28,12 @@ class RowBuilder:
         if self._max_tokens is not None and total > self._max_tokens:
             return False
         ids, mask = self._rows[-1] if self._rows else ([], [])
-        if not self._rows or list(prompt_ids[: len(ids)]) != ids:
+        if not self._rows or prompt_ids[: len(ids)] != ids:
             ids, mask = [], []
             self._rows.append((ids, mask))
         new = prompt_ids[len(ids) :]
-        mask += [0] * len(new) + [1] * len(answer_ids)
+        mask += [0] * len(new)
+        mask += [1] * len(answer_ids)
         ids += new
         ids += answer_ids
         return True

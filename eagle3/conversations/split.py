@@ -22,7 +22,9 @@ def conversation_id(messages: Sequence[Message]) -> str:
     Args: messages: normalised ones, at least one of them the user's.
     """
     prompt = next(message["content"] for message in messages if message["role"] == "user")
-    text = " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+    # ASCII is its own normal form, and finding that out costs less than making it.
+    normal = prompt if prompt.isascii() else unicodedata.normalize("NFKC", prompt)
+    text = " ".join(normal.casefold().split())
     return hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
 
 

@@ -245,10 +245,11 @@ def _check_row(
         raise invalid(where, row, "int64 ids and mask", f"{ids.dtype} and {mask.dtype}")
     if ids.ndim != 1 or not len(ids) or mask.shape != ids.shape:
         raise invalid(where, row, "ids [T] and mask [T]", f"{[*ids.shape]} and {[*mask.shape]}")
-    if bool(((mask != 0) & (mask != 1)).any()) or not (unanswered or bool(mask.any())):
+    lowest, highest = map(int, mask.aminmax())
+    if lowest < 0 or highest > 1 or not (unanswered or highest):
         raise invalid(where, row, "a mask of 0 and 1 with at least one 1", "another mask")
-    if bool((ids < 0).any()):
-        raise invalid(where, row, "token ids from 0", int(ids.min()))
+    if (smallest := int(ids.min())) < 0:
+        raise invalid(where, row, "token ids from 0", smallest)
     if len(tensors) == 2:
         return
     states = tensors[2]
