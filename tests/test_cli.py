@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,8 +21,10 @@ from eagle3.artifact import Artifact
 from eagle3.config import load_config, parse_config
 from eagle3.errors import ConfigError, UpstreamMissing
 from eagle3.store import Store, open_store
-from jobs import cli
+from jobs import cli, operate
+from jobs.cli.cluster import table_console
 from jobs.local import chosen_stages, config_file, write_summary
+from jobs.operate.seen import StageStatus
 from tests.conftest import ROOT, started
 from tests.tiny_run import write_conversations
 from tests.tiny_verifiers import make_llama
@@ -100,6 +103,22 @@ def test_each_command_s_help_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
     commands = re.findall(r"^  \w+  +.*$", capsys.readouterr().out, flags=re.MULTILINE)
     assert len(commands) >= 14
     assert [line for line in commands if "..." in line or not line.endswith(".")] == []
+
+
+def test_a_reason_stays_on_one_line_in_a_pipe_and_fits_a_terminal(monkeypatch, capsys):
+    why = "container stage was killed for want of memory; raise the stage's memory " * 3
+    rows = [StageStatus(stage="prepare", state="failed", what=why.strip())]
+    run = SimpleNamespace(name="r", store=SimpleNamespace(url="s3://b/r"))
+    for columns, whole in ((None, True), ("60", False)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        operate.show(run, rows, table_console())
+        printed = capsys.readouterr().out
+        assert (why.strip() in printed) is whole
+        assert " ".join(why.split()) in " ".join(printed.split())
+        if columns:
+            assert max(map(len, printed.splitlines())) <= int(columns)
 
 
 def test_the_configuration_is_printed_resolved_with_what_the_command_line_says(tmp_path, capsys):

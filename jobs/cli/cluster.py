@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -15,11 +16,14 @@ from jobs.operate.seen import RUNNER
 from jobs.process import guarded
 from jobs.runner import order
 
+# Columns where nobody says how wide a line may be: no reason is that long.
+_UNBOUNDED = 4000
+
 
 def status(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
     """Show how a run stands, and what is in its way."""
     cluster, found = _in_cluster(run, namespace, context)
-    operate.show(found, operate.status(found, cluster), Console())
+    operate.show(found, operate.status(found, cluster), table_console())
     return 0
 
 
@@ -96,3 +100,11 @@ def _in_cluster(
 
 
 COMMANDS = (status, submit, logs, scale, retry, cancel)
+
+
+def table_console() -> Console:
+    """Where a table goes: a terminal has a width, and in a pipe a sentence stays on one line, so
+    that `grep` finds it."""
+    console = Console()
+    known = console.is_terminal or "COLUMNS" in os.environ
+    return console if known else Console(width=_UNBOUNDED)

@@ -20,7 +20,7 @@ from tests.cluster.cluster import Cluster, CommandFailed, Namespace
 from tests.cluster.release import Release, give_credentials, values_of
 from tests.tiny_run import artifact_at
 
-pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 CHAIN = "E3-POLICY"
 EVERYWHERE = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]

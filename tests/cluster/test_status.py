@@ -25,7 +25,7 @@ from tests.cluster.cluster import Cluster, Namespace
 from tests.cluster.release import Release, give_credentials, values_of
 from tests.test_diagnosis import GOLDEN, plain
 
-pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 SAVES = (
     "import signal, sys, time\n"
