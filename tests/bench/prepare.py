@@ -1,13 +1,14 @@
 """Rows to shards against the bare tokenizer: `make bench-prepare`, into runs/bench/prepare.json.
 
-Both get the same conversations of the demonstration and the same one core, since each worker of
-prepare is such a process. The bare tokenizer is
-handed finished texts, each conversation rendered once, in one batch: the least that anybody who
-tokenises them must do. Ours reads the lines, finds every turn's prompt and answer, checks them,
-and writes shards, lines and counts to a file store. They take turns on the same
-blocks of rows, the first alternating, so that a slow minute of the machine falls on both.
+All get the same conversations of the demonstration and the same one core, since each worker of
+prepare is such a process. The bare tokenizer is measured twice, in one batch each time: handed
+finished texts, each conversation rendered once, the least that anybody who tokenises them must do;
+and handed the rows, which it renders by `apply_chat_template`, the least that comes from rows to
+ids. Ours reads the lines, finds every turn's prompt and answer, checks them, and writes shards,
+lines and counts to a file store. They take turns on the same blocks of rows, the order going
+round, so that a slow minute of the machine falls on all.
 
-What we add is a price for each answer, whatever its length, so both are measured on two forms of
+What we add is a price for each answer, whatever its length, so all are measured on two forms of
 these chats: as they are, many answers of about twenty tokens; and each as one question and one
 answer of all its other words, several hundred tokens, as the data that drafts are trained on.
 
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +86,30 @@ def joined(line: str) -> str:
 def measured(
     lines: Sequence[str], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, Any]:
-    """Both on these rows, in turns."""
+    """All on these rows, in turns."""
     folder.mkdir()
     timed = [block(number, lines, tokenizer, folder) for number in range(NUM_BLOCKS)]
-    # The first block warms both.
+    # The first block warms all.
     return summarise(timed[1:])
 
 
 def block(
     number: int, lines: Sequence[str], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, float]:
-    """One block of rows by both, one after the other."""
+    """One block of rows by each, one after the other."""
     first = number * ROWS_PER_BLOCK % (len(lines) - ROWS_PER_BLOCK + 1)
     rows = lines[first : first + ROWS_PER_BLOCK]
     path = folder / f"block-{number}.jsonl"
     path.write_text("".join(rows), encoding="utf-8")
     texts = [rendered(tokenizer, row) for row in rows]
     found: dict[str, float] = {"rows": len(rows)}
-    turns = [
+    turns: list[tuple[str, Callable[[], int]]] = [
         ("bare", lambda: bare(tokenizer, texts)),
+        ("rows", lambda: from_rows(tokenizer, rows)),
         ("ours", lambda: prepared(tokenizer, path, folder / f"run-{number}", len(rows))),
     ]
-    for name, work in turns if number % 2 else reversed(turns):
+    turn = number % len(turns)
+    for name, work in turns[turn:] + turns[:turn]:
         started, used = time.monotonic(), time.process_time()
         found[f"{name}_tokens"] = work()
         found[f"{name}_seconds"] = time.monotonic() - started
@@ -122,6 +125,12 @@ def bare(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
     """The tokens of a batch of texts."""
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return sum(map(len, ids))
+
+
+def from_rows(tokenizer: Any, rows: Sequence[str]) -> int:
+    """The tokens of a batch of conversations, as the tokenizer's own call makes them of rows."""
+    chats = [json.loads(row)["messages"] for row in rows]
+    return sum(map(len, tokenizer.apply_chat_template(chats, return_dict=False)))
 
 
 def prepared(tokenizer: PreTrainedTokenizerBase, data: Path, store: Path, num_rows: int) -> int:
@@ -178,32 +187,34 @@ def measured_size(data: Path, num_rows: int) -> int:
 
 
 def summarise(blocks: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Rows a second of both, and the ratio of the medians."""
+    """Rows a second of each, and the ratios of the medians."""
+    baselines = {"bare": "bare_tokenizer", "rows": "tokenizer_from_rows"}
     rates = {
-        name: [block["rows"] / block[f"{name}_{clock}"] for block in blocks]
-        for name, clock in (
-            ("bare", "seconds"),
-            ("ours", "seconds"),
-        )
+        name: [block["rows"] / block[f"{name}_seconds"] for block in blocks]
+        for name in (*baselines, "ours")
     }
-    each = [ours / plain for ours, plain in zip(rates["ours"], rates["bare"], strict=True)]
-    processor = [
-        block["bare_processor_seconds"] / block["ours_processor_seconds"] for block in blocks
-    ]
-    return {
+    median = {name: statistics.median(rate) for name, rate in rates.items()}
+    result: dict[str, Any] = {
         "tokenizer": "SmolLM2-135M-Instruct",
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "rows_per_block": ROWS_PER_BLOCK,
-        "bare_rows_per_second": statistics.median(rates["bare"]),
-        "rows_per_second": statistics.median(rates["ours"]),
-        "rate_over_bare_tokenizer": statistics.median(rates["ours"])
-        / statistics.median(rates["bare"]),
-        "rate_over_bare_tokenizer_by_block": [round(ratio, 3) for ratio in each],
-        "processor_time_over_bare_tokenizer": statistics.median(processor),
-        "tokens_of_bare": sum(block["bare_tokens"] for block in blocks),
-        "tokens_of_ours": sum(block["ours_tokens"] for block in blocks),
+        "rows_per_second": median["ours"],
     }
+    for name, baseline in baselines.items():
+        each = zip(rates["ours"], rates[name], strict=True)
+        result |= {
+            f"{baseline}_rows_per_second": median[name],
+            f"rate_over_{baseline}": median["ours"] / median[name],
+            f"rate_over_{baseline}_by_block": [round(ours / other, 3) for ours, other in each],
+            f"processor_time_over_{baseline}": statistics.median(
+                block[f"{name}_processor_seconds"] / block["ours_processor_seconds"]
+                for block in blocks
+            ),
+        }
+    for name in rates:
+        result[f"tokens_of_{name}"] = sum(block[f"{name}_tokens"] for block in blocks)
+    return result
 
 
 if __name__ == "__main__":
