@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.acceptance import Block, Divergence, PromptResult
 from eagle3.capture import Completion, Sampling, SpecCounters, SpeculativeGenerator, Told, nobody
 from eagle3.errors import AcceptanceInvalid, ManifestInvalid
@@ -247,7 +248,7 @@ def _result(prompt: int, completion: Completion) -> PromptResult:
 
 def _decoded(store: Store, path: str, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(store.read_bytes(path), type=kind)
+        return strict_json.decode(store.read_bytes(path), kind)
     except msgspec.DecodeError as error:
         raise ManifestInvalid(
             f"{store.url}/{path}",

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from eagle3 import manifest as manifests
+from eagle3 import strict_json
 from eagle3.errors import IdentityConflict, ManifestInvalid
 from eagle3.manifest import MANIFEST_NAME, FileEntry, InputRef, Manifest
 from eagle3.stages import STAGES
@@ -108,7 +109,7 @@ class Artifact:
     def read_lines(self, path: str, kind: type[T]) -> list[T]:
         """An object of JSON lines as values of a type, proven by `read`. Raises ManifestInvalid."""
         try:
-            return msgspec.json.Decoder(kind).decode_lines(self.read(path))
+            return strict_json.decode_lines(self.read(path), kind)
         except msgspec.DecodeError as error:
             wanted = f"lines of {kind.__name__.lstrip('_')}"
             raise self._differs(path, wanted, str(error)) from error

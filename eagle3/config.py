@@ -25,11 +25,15 @@ from eagle3.stages import STAGES
 # `organisation/name`, or one word; anything else is a path or a URL.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DType = Literal["bfloat16", "float32"]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-Length = Annotated[int, msgspec.Meta(ge=2)]
+# Helm reads every number as one of 64 bits with a point; past this two of them are the same.
+_MOST = 2**53
+Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+Length = Annotated[int, msgspec.Meta(ge=2, le=_MOST)]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # Bounded above, since YAML has a number that is none: .inf.
+PositiveShare = Annotated[float, msgspec.Meta(gt=0, le=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 NearTie = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 NaturalFloat = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -49,7 +53,7 @@ class VerifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The model that drafts are trained for."""
 
     source: Annotated[
-        str, _doc("folder, hub id or fsspec URL of the verifier's files", affects=False)
+        Text, _doc("folder, hub id or fsspec URL of the verifier's files", affects=False)
     ]
     revision: Annotated[str | None, _doc("pinned revision, for a hub id")] = None
     serving_name: Annotated[
@@ -70,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _doc("sequences in one step; part of the result where regenerate samples", affects=False),
     ] = 32
     gpu_memory_utilization: Annotated[
-        Share, _doc("share of a GPU's memory for the engine", affects=False)
+        PositiveShare, _doc("share of a GPU's memory for the engine", affects=False)
     ] = 0.9
     extra: Annotated[
         dict[str, Any],
@@ -272,7 +276,10 @@ def parse_config(raw: object) -> RunConfig:
     """Check a configuration that has been read into plain values. Raises ConfigError."""
     if not isinstance(raw, dict):
         raise ConfigError(
-            "config", wanted="a mapping of sections", found=type(raw).__name__, remedy="see README"
+            "config",
+            wanted="a mapping of sections",
+            found=strict_yaml.kind(raw),
+            remedy="see README",
         )
     refuse_unknown(raw, RunConfig)
     try:

@@ -14,6 +14,7 @@ from enum import Enum
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import IdentityConflict, ManifestInvalid, UpstreamMissing
 from eagle3.stages import Stage
 from eagle3.store import Store
@@ -133,7 +134,7 @@ class JobRecords:
         except FileNotFoundError:
             return None
         try:
-            return msgspec.json.decode(data, type=JobRecord)
+            return strict_json.decode(data, JobRecord)
         except msgspec.DecodeError as error:
             raise ManifestInvalid(
                 f"{self._store.url}/{name}",

@@ -26,6 +26,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from eagle3 import strict_json
 from eagle3.errors import Eagle3Error
 from eagle3.store import Store
 
@@ -60,7 +61,7 @@ def read_progress(store: Store, stage: str) -> list[ProgressRecord]:
     for info in store.list("progress"):
         if info.path.startswith(f"progress/{stage}-"):
             with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
-                record = msgspec.json.decode(store.read_bytes(info.path), type=ProgressRecord)
+                record = strict_json.decode(store.read_bytes(info.path), ProgressRecord)
                 found.append(record)
     return sorted(found, key=lambda record: record.index)
 

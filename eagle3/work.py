@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import IdentityConflict, ManifestInvalid, TemporaryFailure
 from eagle3.manifest import FileEntry, identity_of
 from eagle3.store import Store
@@ -108,7 +109,7 @@ class Work:
             if standing is None:
                 raise self._vanished(CLAIM_NAME) from None
             # Both as JSON has them: a tuple of ours would differ from the same list read back.
-            self._refuse(msgspec.json.decode(data), msgspec.to_builtins(standing))
+            self._refuse(strict_json.decode(data, dict[str, Any]), msgspec.to_builtins(standing))
             ours = standing
         self._identity = ours.identity
         return self._identity
@@ -120,7 +121,7 @@ class Work:
         except FileNotFoundError:
             return None
         try:
-            return msgspec.json.decode(data, type=Claim)
+            return strict_json.decode(data, Claim)
         except msgspec.DecodeError as error:
             wanted = "the inputs and settings with which this prefix was begun"
             remedy = "give the run a --store prefix of its own, since they are lost here"
@@ -204,7 +205,7 @@ class Work:
 
     def _decoded(self, path: str, kind: type[T], wanted: str) -> T:
         try:
-            return msgspec.json.decode(self.own.read_bytes(path), type=kind)
+            return strict_json.decode(self.own.read_bytes(path), kind)
         except FileNotFoundError as error:
             raise self._vanished(path) from error
         except msgspec.DecodeError as error:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGE_NAMES, stage_named
-from jobs.process import arguments, gate_inputs, guarded, load_run
+from jobs.arguments import arguments, load_run
+from jobs.process import gate_inputs, guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,8 +37,9 @@ from eagle3.manifest import (
 from eagle3.stages import stage_named
 from eagle3.store import Store
 from eagle3.verifier import Verifier, open_verifier
+from jobs.arguments import arguments, load_run
 from jobs.kept_verifier import commit_verifier
-from jobs.process import StageRun, arguments, guarded, load_run
+from jobs.process import StageRun, guarded
 
 
 def take_in(source: str, config: RunConfig, store: Store) -> str:

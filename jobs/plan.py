@@ -20,15 +20,14 @@ from rich.text import Text
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig
+from eagle3.errors import ManifestInvalid
 from eagle3.planning import (
-    Claim,
     Done,
     Known,
     RunPlan,
     StagePlan,
     bytes_of,
     bytes_per_token,
-    claim_of,
     done_of,
     know,
     other_data,
@@ -39,6 +38,7 @@ from eagle3.planning import (
 )
 from eagle3.stages import Stage, stage_named
 from eagle3.store import Store, open_store
+from eagle3.work import Claim, Work
 from jobs.local import chosen_stages
 from jobs.process import input_urls
 
@@ -134,7 +134,10 @@ def _state(known: Known, stage: Stage) -> tuple[str, str, Done]:
     committed = known.standing.get(stage.writes[-1])
     if committed is not None and committed.store.url != known.store.child(stage.writes[-1]).url:
         return "cached", f"read from {committed.store.url}", Done()
-    claim = claim_of(known.store, stage.name)
+    try:
+        claim = Work(known.store, stage.name).standing()
+    except ManifestInvalid as error:
+        return "refused", str(error), Done()
     if committed is None and claim is None:
         missing = [kinds for kinds in stage.reads.values() if not known.standing.keys() & {*kinds}]
         why = f"waits for {missing[0][-1]}" if missing else "what it reads is there"

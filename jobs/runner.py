@@ -35,10 +35,11 @@ from eagle3.errors import (
 from eagle3.ordering import Act, JobRecord, JobRecords, JobState, decide
 from eagle3.progress import read_progress
 from eagle3.stages import Stage
+from jobs.arguments import Parser
 from jobs.installed import InstalledRun, read_files
 from jobs.local import write_summary
 from jobs.patience import Patience
-from jobs.process import Parser, gate_inputs, guarded, input_urls, stop_requested
+from jobs.process import gate_inputs, guarded, input_urls, stop_requested
 
 POLL_SECONDS = 10.0
 

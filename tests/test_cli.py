@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from eagle3.config import load_config, parse_config
 from eagle3.errors import ConfigError, UpstreamMissing
 from eagle3.store import Store, open_store
 from jobs import cli, operate
-from jobs.cli.cluster import table_console
+from jobs.cli.tables import table_console
 from jobs.local import chosen_stages, config_file, write_summary
 from jobs.operate.seen import StageStatus
 from tests.conftest import ROOT, started
@@ -119,6 +121,59 @@ def test_a_reason_stays_on_one_line_in_a_pipe_and_fits_a_terminal(monkeypatch, c
         assert " ".join(why.split()) in " ".join(printed.split())
         if columns:
             assert max(map(len, printed.splitlines())) <= int(columns)
+
+
+def test_a_table_on_the_narrowest_terminal_still_says_what_is_in_it(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    rows = [StageStatus(stage="prepare", state="failed", what="the reason")]
+    run = SimpleNamespace(name="r", store=SimpleNamespace(url="s3://b/r"))
+    operate.show(run, rows, table_console())
+    assert "the reason" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["--version"], ["config", "--defaults"]])
+def test_a_full_disk_behind_the_output_is_one_sentence(command):
+    asked = [sys.executable, "-m", "jobs.cli", *command]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert ended.returncode == 75
+    assert ended.stderr.startswith("eagle3: standard output: wanted room for it")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_stage_whose_output_nobody_reads_says_so_and_keeps_what_it_did(tmp_path, verifier):
+    path = write_run(tmp_path, verifier)
+    asked = [sys.executable, "-m", "jobs.prepare", "--config", str(path), "--store", str(tmp_path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(asked, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert ended.returncode == 75
+    (line,) = ended.stderr.splitlines()[-1:]
+    assert line.startswith("prepare: standard output: wanted somebody who reads it")
+    assert "Traceback" not in ended.stderr
+    found = artifacts.find(open_store(f"{tmp_path}/prepare"))
+    assert found is not None
+    assert found.manifest.rows_in == 12
+
+
+def test_a_letter_that_the_locale_lacks_is_written_as_an_escape(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["--version"]) == 0
+    print("ü", flush=True)
+    assert written.getvalue().splitlines()[-1] == b"\\xfc"
+
+
+def test_a_configuration_out_of_a_pipe_is_read_once(tmp_path, capsys):
+    os.mkfifo(pipe := tmp_path / "run.yaml")
+    writer = threading.Thread(target=pipe.write_text, args=(CONFIG,), daemon=True)
+    writer.start()
+    store = ["--store", str(tmp_path / "store"), "--until", "prepare", "--from", "vocab"]
+    assert cli.main(["run", "--config", str(pipe), *store]) == 64
+    assert "does not come after" in capsys.readouterr().err
+    writer.join(10)
+    assert not writer.is_alive()
 
 
 def test_the_configuration_is_printed_resolved_with_what_the_command_line_says(tmp_path, capsys):

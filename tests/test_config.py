@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eagle3 import config as configs
 from eagle3 import strict_yaml
@@ -158,6 +162,25 @@ def test_layer_ids_must_be_three_auxiliary_ones_and_the_last(ids):
         ("train:\n\tepochs: 1", "line 2"),
         ("train: [1", "line 1"),
         ("a: !!python/object:os.system x", "line 1"),
+        (
+            "prepare:\n  template_date: 2026-13-45",
+            "what cannot be read as timestamp (month must be in 1..12) in",
+        ),
+        ("a: 2026-01-31 25:61:61", "read as timestamp"),
+        (f"a: {'9' * 5000}", "read as int"),
+        ("a: !!int b", "line 1"),
+        ("a: !!bool b", "line 1"),
+        ("a: !!float b", "line 1"),
+        ("a: !!set [b]", "line 1"),
+        ("a: !!binary é", "line 1"),
+        ("a: !!omap b", "line 1"),
+        ('a: "\\ud800"', "half of a surrogate pair, which is no character in line 1"),
+        ("a: &b {c: *b}", "recursive node in line 1"),
+        ("a: &b [[*b]]", "recursive node in line 1"),
+        ("on: {}", "the key 'on', which is no text without quotes in line 1"),
+        ("? [a]\n: b", "the key a list or mapping"),
+        (f"a: {'[' * 5000}", "nested too deep"),
+        ("a: 1\n---\nb: 2", "another document in line 2"),
     ],
 )
 def test_bad_yaml_is_one_sentence_with_the_line(tmp_path, text, found):
@@ -176,6 +199,82 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="readable YAML"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("verifier__source", ""),
+        ("extract__engine__gpu_memory_utilization", 0),
+        ("prepare__max_heldout", 10**30),
+        ("prepare__max_seq_len", 10**30),
+    ],
+)
+def test_a_value_that_no_run_can_use_is_refused(field, value):
+    assert refusal(with_fields(**{field: value})).field == field.replace("__", ".")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", "nothing"), ("a", "a single value"), ("[]", "a list")]
+)
+def test_a_file_without_sections_is_said_in_words(tmp_path, text, found):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="mapping of sections") as caught:
+        load_config(path)
+    assert caught.value.found == found
+
+
+PIECES = [
+    *(
+        "a",
+        "verifier",
+        ": ",
+        "- ",
+        "\n",
+        "  ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "? ",
+        "&b ",
+        "*b",
+        "<<",
+        "---\n",
+    ),
+    *(
+        "!!int ",
+        "!!float ",
+        "!!bool ",
+        "!!set ",
+        "!!omap ",
+        "!!pairs ",
+        "!!binary ",
+        "!!timestamp ",
+    ),
+    *(
+        "2026-13-01",
+        "1e999",
+        ".nan",
+        "on",
+        "~",
+        "0x",
+        "1:60",
+        '"\\ud800"',
+        '"\\0"',
+        "\t",
+        "#",
+        "|",
+        "é",
+    ),
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text())
+def test_any_text_is_a_configuration_or_one_sentence(text):
+    with contextlib.suppress(yaml.YAMLError, ConfigError):
+        parse_config(strict_yaml.loads(text))
 
 
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "+1E-4", "0.0001"])

@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "eagle3",
         "eagle3.errors",
         "eagle3.stages",
+        "eagle3.strict_json",
         "eagle3.strict_yaml",
         "eagle3.manifest",
         "eagle3.config",
@@ -73,6 +74,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # 4, the stories.
     (
         "jobs",
+        "jobs.arguments",
+        "jobs.standard_output",
         "jobs.process",
         "jobs.gate",
         "jobs.prepare",

@@ -25,11 +25,13 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 # Modules of jobs/ that are no stage.
 NO_STAGES = {
     "__init__",
+    "arguments",
     "cli",
     "demo_inputs",
     "gate",
     "local",
     "process",
+    "standard_output",
     "installed",
     "patience",
     "runner",

@@ -293,6 +293,14 @@ def test_begun_with_other_layers_than_the_default_is_refused_for_null(folder, be
     assert "extract.layer_ids [1, 4, 5, 8], and is [2, 4, 5, 8] now" in refused.why
 
 
+@pytest.mark.parametrize("damaged", [b"", b"null", b"[]", b"{}", b"[" * 100_000])
+def test_a_damaged_claim_is_refused_as_run_refuses_it(folder, begun, damaged):
+    begun.write_bytes("work/extract/claim.json", damaged)
+    refused = stages_of(make_plan(config_of(folder), begun))["extract"]
+    assert (refused.state, refused.hours) == ("refused", 0.0)
+    assert "claim.json: wanted the inputs and settings with which" in refused.why
+
+
 def test_committed_with_the_default_layers_is_cached_by_null_and_by_the_same_ids(folder, store):
     for ids, state in ((None, "cached"), ([2, 4, 5, 8], "cached"), ([1, 4, 5, 8], "refused")):
         config = config_of(folder, extract={"layer_ids": ids})

@@ -6,14 +6,16 @@ from typing import ClassVar
 
 import fsspec
 import pytest
+from botocore.exceptions import ParamValidationError
 from fsspec.implementations.memory import MemoryFileSystem
+from httpx2 import ConnectError
 
 from eagle3.errors import (
     ConfigError,
     EnvironmentMisconfigured,
     ServiceUnavailable,
 )
-from eagle3.store import open_store
+from eagle3.store import faults, open_store
 from eagle3.store.urls import split_url
 
 
@@ -44,11 +46,62 @@ def test_a_backend_where_two_writers_both_win_is_refused_for_writing():
 
 @pytest.mark.parametrize(
     "url",
-    ["s4://bucket/run", "C://x", "s3://", "memory://", "file://runs/demo", "a\0b", "s3://b/\n"],
+    [
+        *(
+            "s4://bucket/run",
+            "C://x",
+            "s3://",
+            "memory://",
+            "file://runs/demo",
+            "a\0b",
+            "s3://b/\n",
+        ),
+        *("", " ", "s3://[abc", "http://[x/a", "s3://b:80/x", "s3://b?x", "s3a://ü/x"),
+        *("~nobody-of-that-name/x", "ftp://127.0.0.1/x"),
+    ],
 )
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigError):
-        open_store(url)
+        open_store(url).exists("a")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "loop/x"])
+def test_a_path_that_cannot_be_is_no_server_that_is_away(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    store = open_store(f"{tmp_path}/{name}")
+    for told in (store.read_bytes, store.size):
+        with pytest.raises(ConfigError) as caught:
+            told("a")
+        assert "AWS" not in str(caught.value)
+
+
+def test_a_relative_path_where_there_is_no_folder_any_more_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="was deleted"):
+        open_store("runs/demo")
+
+
+def test_an_access_point_is_a_bucket_by_its_arn():
+    name = "arn:aws:s3:eu-west-1:123456789012:accesspoint/mine"
+    assert split_url(f"s3://{name}/run") == ("s3", f"{name}/run")
+
+
+def test_a_name_that_the_client_refuses_is_told_with_the_reason():
+    told = pytest.raises(ConfigError, match="Parameter validation failed: Invalid bucket name")
+    with told, faults.translated("s3://b/x"):
+        raise ParamValidationError(report="\nInvalid bucket name")
+
+
+def test_an_endpoint_is_only_blamed_where_there_is_one():
+    with pytest.raises(ConfigError, match="correct the URL"), faults.translated("data://x"):
+        raise ValueError("not enough values to unpack")
+
+
+def test_a_hub_that_does_not_answer_can_be_tried_again():
+    with pytest.raises(ServiceUnavailable, match="an answer"), faults.translated("hf://datasets/a"):
+        raise ConnectError("no route")
 
 
 @pytest.mark.parametrize(

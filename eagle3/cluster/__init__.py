@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
@@ -54,6 +55,8 @@ _CONFIG_MAPS = f"{_CORE}/configmaps"
 _STRICT = (("fieldValidation", "Strict"),)
 # Seconds to connect, and to wait for an answer.
 _TIMEOUT = (5, 30)
+# What the client raises, as it comes, of a file that holds something else.
+_NO_KUBECONFIG = (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError)
 _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -297,12 +300,13 @@ def open_cluster(namespace: str | None = None, context: str | None = None) -> Cl
         files = os.environ.get("KUBECONFIG")
         api = config.new_client_from_config(files, context=context, persist_config=False)
         contexts, active = config.list_kube_config_contexts(files)
-    except (ConfigException, OSError) as error:
+        chosen = next((found for found in contexts if found["name"] == context), active)
+        return Cluster(api, namespace or chosen["context"].get("namespace", "default"))
+    except (ConfigException, OSError, *_NO_KUBECONFIG) as error:
+        told = first_line(str(error))
         raise EnvironmentMisconfigured(
             "KUBECONFIG",
             wanted="a kubeconfig, or a pod with a service account",
-            found=first_line(str(error)) or type(error).__name__,
+            found=told if isinstance(error, ConfigException) else f"{type(error).__name__}: {told}",
             remedy="name the file in KUBECONFIG, and a context of it with --context",
         ) from error
-    chosen = next((found for found in contexts if found["name"] == context), active)
-    return Cluster(api, namespace or chosen["context"].get("namespace", "default"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import ConfigError
 
 Message = dict[str, Any]
@@ -161,8 +162,8 @@ def _listed(value: Any, reason: str) -> list[Any]:
 
 def _decoded(text: str, reason: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return strict_json.decode(text, object)
+    except msgspec.DecodeError as error:
         raise Rejected(reason, str(error)) from error
 
 

@@ -21,6 +21,7 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 
+from eagle3 import strict_json
 from eagle3.conversations.messages import COLUMNS, Rejected
 from eagle3.conversations.ranged import RangedFile, answered
 from eagle3.errors import ConfigError, ConversationsInvalid
@@ -53,8 +54,8 @@ class RawRow:
         if isinstance(self.value, dict):
             return self.value
         try:
-            found = msgspec.json.decode(self.value)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            found: Any = strict_json.decode(self.value, object)
+        except msgspec.DecodeError as error:
             raise Rejected("not_json", str(error)) from error
         if not isinstance(found, dict):
             raise Rejected("not_an_object", type(found).__name__)

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
+from eagle3 import strict_json
 from eagle3.errors import DraftInvalid
 from eagle3.manifest import FileEntry
 from eagle3.store import Store, sha256_of_file
@@ -220,7 +221,7 @@ class Checkpoints:
     def _marker(self, prefix: str) -> Marker | None:
         try:
             data = self._work.read_bytes(f"{prefix}/{MARKER_NAME}")
-            return msgspec.json.decode(data, type=Marker)
+            return strict_json.decode(data, Marker)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
@@ -235,7 +236,7 @@ class Checkpoints:
 def read_state(folder: Path) -> TrainingState:
     """Upstream's training state in a checkpoint's folder. Raises DraftInvalid."""
     try:
-        return msgspec.json.decode((folder / STATE_NAME).read_bytes(), type=TrainingState)
+        return strict_json.decode((folder / STATE_NAME).read_bytes(), TrainingState)
     except (FileNotFoundError, msgspec.DecodeError) as error:
         raise DraftInvalid(
             f"{folder.name}/{STATE_NAME}",

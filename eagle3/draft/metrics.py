@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import DraftInvalid, ShardInvalid
 
 _ROUNDING = 1e-6
@@ -90,7 +91,7 @@ def encode_curve(points: list[CurvePoint]) -> bytes:
 
 def decode_curve(data: bytes) -> list[CurvePoint]:
     """Read what `encode_curve` wrote."""
-    return msgspec.json.Decoder(CurvePoint).decode_lines(data)
+    return strict_json.decode_lines(data, CurvePoint)
 
 
 def _series(values: Mapping[str, float], name: str) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from typing import TypeGuard
 import msgspec
 import torch
 
+from eagle3 import strict_json
 from eagle3.capture import CapturedRow, check_states
 from eagle3.errors import CaptureInvalid, ManifestInvalid, ShardInvalid
 from eagle3.manifest import MANIFEST_NAME, SourceFile, VerifierFacts
@@ -159,7 +160,7 @@ class OldFolder:
     def _manifest(self) -> OldManifest:
         try:
             data = self._read(MANIFEST_NAME)
-            found = msgspec.json.decode(data, type=OldManifest)
+            found = strict_json.decode(data, OldManifest)
         except FileNotFoundError as error:
             raise self._no_manifest("no such file") from error
         except msgspec.DecodeError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import ManifestInvalid
 from eagle3.manifest.checks import check, is_below
 from eagle3.manifest.fields import FORMAT_VERSION, FileEntry, FileIndex, Manifest
@@ -72,8 +73,8 @@ def decode(data: bytes, where: str, read: Callable[[str], bytes] | None = None) 
 def _record(data: bytes, where: str) -> dict[str, Any]:
     """What the bytes say, of the version that can be read here. Raises ManifestInvalid."""
     try:
-        record = msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+        record = strict_json.decode(data, dict[str, Any])
+    except msgspec.DecodeError as error:
         raise ManifestInvalid(
             where, wanted="a JSON object", found=error, remedy="run the stage that wrote it again"
         ) from error
@@ -108,8 +109,8 @@ def _indexed(
         if manifest.files:
             raise FileNotFoundError(f"{len(manifest.files)} objects named beside it")
         # Line by line: dicts of a hundred thousand entries would take many times the memory.
-        return tuple(msgspec.json.Decoder(FileEntry).decode_lines(lines))
-    except (FileNotFoundError, msgspec.DecodeError, RecursionError) as error:
+        return tuple(strict_json.decode_lines(lines, FileEntry))
+    except (FileNotFoundError, msgspec.DecodeError) as error:
         raise ManifestInvalid(
             f"{where}: index",
             wanted=f"{index.path}, {index.bytes} bytes, {index.objects} objects",

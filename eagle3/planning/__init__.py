@@ -22,11 +22,10 @@ from eagle3.planning.arithmetic import (
     training_memory,
 )
 from eagle3.planning.known import Known, know
-from eagle3.planning.standing import Claim, Done, claim_of, done_of, other_data, other_settings
+from eagle3.planning.standing import Done, done_of, other_data, other_settings
 
 __all__ = [
     "DEFAULT_RATES",
-    "Claim",
     "Done",
     "DraftShape",
     "Known",
@@ -36,7 +35,6 @@ __all__ = [
     "TrainingMemory",
     "bytes_of",
     "bytes_per_token",
-    "claim_of",
     "done_of",
     "draft_shape",
     "extract_bytes",

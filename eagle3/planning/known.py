@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from eagle3 import artifact as artifacts
+from eagle3 import strict_json
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
@@ -152,7 +153,7 @@ def _given(paths: Sequence[Path]) -> dict[str, Rate]:
     found: dict[str, Rate] = {}
     for path in paths:
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            record = strict_json.decode(path.read_bytes(), dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(
                 f"--rates {path}", wanted="a JSON object", found=error, remedy="correct it"

@@ -46,7 +46,14 @@ def figures_at(source: str) -> dict[str, Any] | None:
         text: dict[str, Any] = raw.get("text_config", raw)
         sizes = ("num_hidden_layers", "hidden_size", "vocab_size")
         return {**text, **{name: int(text[name]) for name in sizes}}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        FileNotFoundError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"{source}/config.json",
             wanted="the verifier's config.json, with its layers, hidden and vocabulary size",

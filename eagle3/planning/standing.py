@@ -6,12 +6,12 @@ than its section of the configuration says: ids for `null`, a name, the hashes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.artifact import Artifact
 from eagle3.config import RunConfig, name_when_served
 from eagle3.config_fields import settings_that_affect
@@ -19,17 +19,9 @@ from eagle3.errors import Eagle3Error
 from eagle3.manifest import SourceFile, VerifierFacts, default_layer_ids
 from eagle3.planning.sources import figures_at, files_named
 from eagle3.store import Store
-from eagle3.work import Work
+from eagle3.work import Claim, Work
 
 _FIGURES = ("num_hidden_layers", "hidden_size", "vocab_size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What a stage's prefix was begun with; nothing of one that cannot be read."""
-
-    inputs: Mapping[str, Any]
-    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +31,6 @@ class Done:
     units: int = 0
     share: float = 0.0
     bytes: int = 0
-
-
-def claim_of(store: Store, stage: str) -> Claim | None:
-    """The claim of a stage in a run's store, or None."""
-    try:
-        record = msgspec.json.decode(store.read_bytes(f"work/{stage}/claim.json"))
-        return Claim(inputs=dict(record["inputs"]), settings=dict(record["settings"]))
-    except FileNotFoundError:
-        return None
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-        return Claim(inputs={}, settings={})
 
 
 def other_settings(
@@ -105,7 +86,7 @@ def _recorded(config: RunConfig, stage: str, committed: Artifact) -> dict[str, A
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
     """As they are read back: a tuple would differ from the same list in a claim."""
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    decoded: dict[str, Any] = strict_json.decode(msgspec.json.encode(settings), dict[str, Any])
     return decoded
 
 

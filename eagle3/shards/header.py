@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.errors import IdentityConflict, ShardInvalid
 
 PARTS = ("input_ids", "loss_mask", "hidden_states")
@@ -94,10 +95,10 @@ def decode_header(header: bytes, path: str) -> Header:
     Raises ShardInvalid.
     """
     try:
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        checksums = msgspec.json.decode(raw.pop("__metadata__"), type=dict[str, str])
+        raw = strict_json.decode(header, dict[str, msgspec.Raw])
+        checksums = strict_json.decode(raw.pop("__metadata__"), dict[str, str])
         identity = checksums.pop(_IDENTITY, "")
-        entries = {name: msgspec.json.decode(value, type=Entry) for name, value in raw.items()}
+        entries = {name: strict_json.decode(value, Entry) for name, value in raw.items()}
         crcs = {row: int(value, 16) for row, value in checksums.items()}
     except (msgspec.DecodeError, ValueError, KeyError) as error:
         raise invalid(path, "header", "a header of ours", error) from error

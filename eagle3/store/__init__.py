@@ -29,9 +29,9 @@ from typing import Any
 from eagle3.errors import ConfigError, EnvironmentMisconfigured
 from eagle3.store import faults, local, parts, s3_listing, s3_object
 from eagle3.store.objects import PROBE, ObjectInfo, is_probe, sha256_of_file
-from eagle3.store.urls import EXCLUSIVE_BY_BACKEND, open_client, split_url
+from eagle3.store.urls import EXCLUSIVE_BY_BACKEND, expanded, open_client, split_url
 
-__all__ = ["ObjectInfo", "Store", "is_probe", "open_store", "sha256_of_file"]
+__all__ = ["ObjectInfo", "Store", "expanded", "is_probe", "open_store", "sha256_of_file"]
 
 # The memory store, which checks and writes in two steps.
 _MEMORY_LOCK = threading.Lock()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     CredentialRetrievalError,
     NoCredentialsError,
+    ParamValidationError,
 )
 from botocore.parsers import ResponseParserError
 
@@ -32,6 +34,7 @@ _OF_A_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 _OF_AN_OLD_TOKEN = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 # What gives a role's credentials, and what it is called where it refuses one.
 _OF_A_ROLE = "AssumeRole"
+_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -57,41 +60,79 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="create the bucket or folder, or correct the URL",
         ) from error
-    except (NotADirectoryError, IsADirectoryError) as error:
-        raise ConfigError(
-            where,
-            wanted="a folder where a prefix is named, a file where an object is",
-            found=first_line(error),
-            remedy="correct the path",
-        ) from error
-    except (NoCredentialsError, CredentialRetrievalError) as error:
-        raise _without_credentials(where, error) from error
-    except PermissionError as error:
-        raise _refused(where, error) from error
-    except ValueError as error:
-        # botocore's word for a URL that it cannot use; nothing else here raises it.
-        raise EnvironmentMisconfigured(
+    except (*_KNOWN, *_of_hub()) as error:
+        found = (meaning for kinds, meaning in _MEANINGS if isinstance(error, kinds))
+        raise next(found, _no_answer)(where, error) from error
+
+
+def _no_path(where: str, error: BaseException) -> Eagle3Error:
+    return ConfigError(
+        where,
+        wanted="a folder where a prefix is named, a file where an object is",
+        found=first_line(error),
+        remedy="correct the path",
+    )
+
+
+def _no_name(where: str, error: BaseException) -> Eagle3Error:
+    return ConfigError(
+        where,
+        wanted="a bucket and a path that S3 takes",
+        found=first_line(error),
+        remedy="correct the URL",
+    )
+
+
+def _no_url(where: str, error: BaseException) -> Eagle3Error:
+    """botocore's word for an endpoint that it cannot use, or another client's for its URL."""
+    if where.startswith(("s3://", "s3a://")):
+        return EnvironmentMisconfigured(
             where,
             wanted="an endpoint such as https://host:port in AWS_ENDPOINT_URL",
             found=first_line(error),
             remedy="correct the variable",
-        ) from error
-    except (BotoCoreError, ClientError, ResponseParserError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            # A full disk may be emptied, and the next try of a pod may stand on another node's.
-            kind = EnvironmentMisconfigured if error.errno == errno.EROFS else TemporaryFailure
-            raise kind(
-                where,
-                wanted="room to write",
-                found=first_line(error),
-                remedy="free space there or name another store",
-            ) from error
-        raise ServiceUnavailable(
-            where,
-            wanted="an answer from the object store",
-            found=first_line(error),
-            remedy="check the endpoint (AWS_ENDPOINT_URL) and the bucket, and try again",
-        ) from error
+        )
+    return ConfigError(
+        where,
+        wanted="a URL that the client of its scheme can use",
+        found=first_line(error),
+        remedy="correct the URL",
+    )
+
+
+def _by_number(where: str, error: BaseException) -> Eagle3Error:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _NO_PATH:
+        return _no_path(where, error)
+    if number not in _NO_ROOM:
+        return _no_answer(where, error)
+    # A full disk may be emptied, and the next try of a pod may stand on another node's.
+    kind = EnvironmentMisconfigured if number == errno.EROFS else TemporaryFailure
+    return kind(
+        where,
+        wanted="room to write",
+        found=first_line(error),
+        remedy="free space there or name another store",
+    )
+
+
+def _no_answer(where: str, error: BaseException) -> Eagle3Error:
+    named = " (AWS_ENDPOINT_URL) and the bucket" if where.startswith("s3") else ""
+    return ServiceUnavailable(
+        where,
+        wanted="an answer from the object store",
+        found=first_line(error),
+        remedy=f"check the endpoint{named}, and try again",
+    )
+
+
+def _of_hub() -> tuple[type[Exception], ...]:
+    """The root of the hub's HTTP client's faults, none of which is an OSError.
+
+    Looked for among what is loaded: the gate's image has no such client.
+    """
+    httpx2 = sys.modules.get("httpx2")
+    return (httpx2.HTTPError,) if httpx2 is not None else ()
 
 
 def _refused(where: str, error: BaseException) -> Eagle3Error:
@@ -129,6 +170,21 @@ def _without_credentials(where: str, error: BaseException) -> Eagle3Error:
         found=first_line(error),
         remedy="try again; where there should be a key or a role, see that it is named rightly",
     )
+
+
+# The first that fits counts.
+_MEANINGS: tuple[
+    tuple[tuple[type[Exception], ...], Callable[[str, BaseException], Eagle3Error]], ...
+] = (
+    ((NotADirectoryError, IsADirectoryError), _no_path),
+    ((NoCredentialsError, CredentialRetrievalError), _without_credentials),
+    ((PermissionError,), _refused),
+    ((ParamValidationError,), _no_name),
+    ((ValueError,), _no_url),
+    ((OSError,), _by_number),
+    ((BotoCoreError, ClientError, ResponseParserError), _no_answer),
+)
+_KNOWN = tuple(kind for kinds, _ in _MEANINGS for kind in kinds)
 
 
 def _refuse_if_away(where: str, cause: BaseException | None) -> None:
@@ -190,9 +246,11 @@ def is_range_past_end(error: OSError) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's kind and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An exception's kind and the first line of its text, two where the first only leads on."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):
+        lines = [" ".join(line.strip() for line in lines[:2])]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def size_told(size: int | None, where: str) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import fsspec
 
@@ -17,6 +18,7 @@ from eagle3.store import faults
 
 # s3fs sends If-None-Match for mode="create".
 EXCLUSIVE_BY_BACKEND = frozenset({"s3", "s3a"})
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _RETRIES = 6
 # Seconds that a person waits for one answer, before the store counts as out of reach.
 _HASTY_SECONDS = 3
@@ -24,6 +26,8 @@ _HASTY_ATTEMPTS = 2
 _HASTY: ContextVar[bool] = ContextVar("_HASTY", default=False)
 # As fsspec joins URLs; a name that only holds two colons is none of these.
 _CHAINED = re.compile(r"^[a-z0-9]+::|::[a-z0-9]+://")
+# What S3 takes for a bucket; an access point or another account's bucket is named by its ARN.
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^ ]+")
 _WHOLE_URLS = frozenset({"http", "https"})
 # Where what stands before an @ is a container or a repository, and no one's name.
 _AT_IN_NAMES = frozenset({"abfs", "abfss", "az", "adl", "hf", "github"})
@@ -31,6 +35,8 @@ _AT_IN_NAMES = frozenset({"abfs", "abfss", "az", "adl", "hf", "github"})
 
 def split_url(url: str) -> tuple[str, str]:
     """(scheme, root) of an fsspec URL or a local path. Raises ConfigError."""
+    if not url.strip():
+        raise ConfigError("URL", wanted="a URL or a path", found="an empty one", remedy="name one")
     if not url.isprintable():
         raise ConfigError(
             repr(url), wanted="a URL or a path", found="a control character", remedy="correct it"
@@ -43,8 +49,8 @@ def split_url(url: str) -> tuple[str, str]:
             remedy="name the folder or file itself, by one URL",
         )
     if "://" not in url:
-        return "file", str(Path(url).expanduser().absolute())
-    parts = urlsplit(url)
+        return "file", str(_absolute(expanded(url)))
+    parts = _parts_of(url)
     known = set(fsspec.available_protocols())
     if parts.scheme not in known:
         raise ConfigError(
@@ -68,8 +74,53 @@ def split_url(url: str) -> tuple[str, str]:
         raise ConfigError(
             url, wanted="a bucket or a prefix", found="nothing", remedy="name one after ://"
         )
+    bucket = rest.split("/")[0]
+    if parts.scheme in EXCLUSIVE_BY_BACKEND and not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            url,
+            wanted="a bucket's name, of letters, digits, dots and dashes, or its ARN",
+            found=bucket,
+            remedy="correct the bucket",
+        )
     # Where the scheme is part of the protocol, its client wants it in every path.
     return parts.scheme, f"{parts.scheme}://{rest}" if parts.scheme in _WHOLE_URLS else rest
+
+
+def expanded(path: str) -> Path:
+    """A local path with its ~ resolved. Raises ConfigError where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            path,
+            wanted="a path whose ~ is somebody's home here",
+            found=faults.first_line(error),
+            remedy="write the whole path",
+        ) from error
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            str(path),
+            wanted="a path from a working folder that exists",
+            found="one that was deleted",
+            remedy="change to another folder, or write the whole path",
+        ) from error
+
+
+def _parts_of(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(
+            url,
+            wanted="a URL, such as s3://bucket/run",
+            found=faults.first_line(error),
+            remedy="correct it",
+        ) from error
 
 
 def refuse_secrets(url: str) -> None:
@@ -77,7 +128,7 @@ def refuse_secrets(url: str) -> None:
 
     Raises ConfigError, which does not repeat it.
     """
-    parts = urlsplit(url)
+    parts = _parts_of(url)
     login = "@" in parts.netloc and parts.scheme not in _AT_IN_NAMES
     # Signed URLs have their signature in the query, and no store here is named by one.
     query = parts.scheme in _WHOLE_URLS and "?" in url
@@ -114,6 +165,7 @@ def open_client(scheme: str) -> Any:
     elif scheme in EXCLUSIVE_BY_BACKEND:
         options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": _RETRIES}}
     try:
+        _refuse_needy(scheme)
         client = fsspec.filesystem(scheme, **options)
     except ImportError as error:
         raise EnvironmentMisconfigured(
@@ -134,3 +186,15 @@ def open_client(scheme: str) -> Any:
         # Beside botocore's own it has attempts of its own.
         client.retries = _HASTY_ATTEMPTS
     return client
+
+
+def _refuse_needy(scheme: str) -> None:
+    """Raises TypeError for a client that needs a host, a token or a name.
+
+    Asked for without, fsspec's own for FTP complains a second time when it is collected.
+    """
+    arguments = inspect.signature(fsspec.get_filesystem_class(scheme).__init__).parameters.values()
+    # The first is the client itself.
+    for argument in list(arguments)[1:]:
+        if argument.default is argument.empty and argument.kind in _NAMED:
+            raise TypeError(f"its client needs {argument.name}")

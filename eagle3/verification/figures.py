@@ -7,6 +7,7 @@ from functools import partial
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.acceptance import Figures
 from eagle3.evaluation import facts_of
 from eagle3.verification.contents import Check, Contents
@@ -31,8 +32,8 @@ class FiguresContents(Contents):
         """The manifest's facts are those of the figures; the figures add up over the prompts."""
         data = self.artifact.read(_FIGURES_NAME)
         try:
-            figures = msgspec.json.decode(data, type=Figures)
-            prompts = msgspec.json.decode(data, type=_Prompts).prompts
+            figures = strict_json.decode(data, Figures)
+            prompts = strict_json.decode(data, _Prompts).prompts
         except msgspec.DecodeError as error:
             raise self.differs(_FIGURES_NAME, "the figures of an evaluation", error) from error
         facts = self.artifact.manifest.facts

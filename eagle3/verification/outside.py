@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from eagle3 import strict_json
 from eagle3.artifact import Artifact, again, find, listing_of, object_faults
 from eagle3.errors import (
     ConfigError,
@@ -52,7 +53,7 @@ class Outside:
             return
         store = self.artifact.store
         known = {MANIFEST_NAME, *(entry.path for entry in self.artifact.manifest.files)}
-        record = msgspec.json.decode(store.read_bytes(MANIFEST_NAME), type=_Indexed)
+        record = strict_json.decode(store.read_bytes(MANIFEST_NAME), _Indexed)
         if record.index is not None:
             known.add(record.index.path)
         for info in self.listing:

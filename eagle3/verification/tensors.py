@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 
+from eagle3 import strict_json
 from eagle3.coverage import coverage
 from eagle3.errors import ConfigError
 from eagle3.verification.contents import Check, Contents
@@ -114,7 +114,7 @@ class VocabContents(Contents):
     def _check_coverage(self, share: float) -> None:
         told = [("facts.coverage", self.artifact.manifest.facts.get("coverage"))]
         if self.artifact.named(_COVERAGE_NAME) is not None:
-            record = msgspec.json.decode(self.artifact.read(_COVERAGE_NAME), type=dict)
+            record = strict_json.decode(self.artifact.read(_COVERAGE_NAME), dict)
             told.append((_COVERAGE_NAME, record.get("coverage")))
         for field, value in told:
             if not isinstance(value, float | int) or abs(value - share) > _ROUNDING:

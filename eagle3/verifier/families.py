@@ -140,7 +140,7 @@ def resolve_text_config(config: Mapping[str, Any], where: str) -> dict[str, Any]
     text["tie_word_embeddings"] = tied
     for field in _NEEDED:
         if type(text.get(field)) is not int or text[field] < 1:
-            raise _misses(f"{inside}{field}", "a positive number", text.get(field))
+            raise _misses(f"{inside}{field}", "a positive number", repr(text.get(field)))
     if type(eps := text.get("rms_norm_eps")) is not float or not 0 < eps < 1:
         raise _misses(f"{inside}rms_norm_eps", "the final norm's epsilon, between 0 and 1", eps)
     _refuse_other_arithmetic(config, f"{where}: ")

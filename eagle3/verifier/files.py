@@ -19,7 +19,7 @@ from typing import Any
 
 from eagle3.config import HUB_ID
 from eagle3.errors import ConfigError, EnvironmentMisconfigured, ServiceUnavailable, VerifierInvalid
-from eagle3.store import Store, open_store
+from eagle3.store import Store, expanded, open_store
 from eagle3.verifier import hub
 
 _SMALL_FILES = (
@@ -92,7 +92,7 @@ class VerifierFiles:
             value = json.loads(self.store.read_bytes(name))
         except FileNotFoundError as error:
             raise self._missing(name) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise VerifierInvalid(
                 f"{self.where}/{name}",
                 wanted="a JSON object",
@@ -158,7 +158,7 @@ def open_files(source: str, revision: str | None = None) -> VerifierFiles:
     """
     if "://" in source:
         return VerifierFiles(store=open_store(source))
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if folder.is_dir():
         return VerifierFiles(store=open_store(str(folder)))
     if not HUB_ID.fullmatch(source):

@@ -156,7 +156,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise VerifierInvalid(
             str(path), wanted="a JSON object", found=error, remedy="download the file again"
         ) from error

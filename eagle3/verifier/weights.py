@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from eagle3 import strict_json
 from eagle3.errors import VerifierInvalid
 from eagle3.verifier.files import VerifierFiles
 
@@ -177,7 +178,7 @@ class Weights:
             )
         header = files.read_range(path, 8, 8 + length)
         try:
-            raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            raw = strict_json.decode(header, dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
             tensors = [_stored(key, path, 8 + length, entry) for key, entry in raw.items()]
         except (msgspec.DecodeError, ValueError) as error:
@@ -208,7 +209,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def _stored(key: str, path: str, data: int, raw: msgspec.Raw) -> StoredTensor:
-    entry = msgspec.json.decode(raw, type=_Entry)
+    entry = strict_json.decode(raw, _Entry)
     begin, end = entry.data_offsets
     if begin > end:
         raise ValueError(f"{key} ends at {end}, before its start at {begin}")

@@ -13,13 +13,16 @@ from eagle3 import __version__
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.stages import STAGE_NAMES
 from jobs.cli import artifacts, cluster, local
+from jobs.standard_output import output_fault, spell_unknown_letters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. What a person got wrong becomes one sentence."""
     given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    spell_unknown_letters()
     try:
         code = _application()(given, prog_name="eagle3", standalone_mode=False)
+        sys.stdout.flush()
     except TyperException as error:
         found = error.format_message().rstrip(".")
         wrong = ConfigError(
@@ -28,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(wrong)
     except Eagle3Error as error:
         return _refused(error)
+    except OSError:
+        if (fault := output_fault()) is None:
+            raise
+        return _refused(fault)
     return int(code or 0)
 
 

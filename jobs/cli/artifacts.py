@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from eagle3.config import load_config
 from eagle3.store import open_store
@@ -18,14 +17,15 @@ from jobs import lineage as lineages
 from jobs import plan as plans
 from jobs import verify as verifications
 from jobs.cli.options import ConfigFile, Data, StoreUrl, Verifier, overridden, store_url
-from jobs.local import StageProcesses
+from jobs.cli.tables import table_console
+from jobs.local import StageProcesses, config_file
 
 ArtifactUrl = Annotated[str, typer.Argument(help="the prefix of an artefact, or of a run")]
 
 
 def lineage(url: ArtifactUrl) -> int:
     """Show the tree from an artefact back to the conversations."""
-    return lineages.show(url, Console())
+    return lineages.show(url, table_console())
 
 
 def delete(
@@ -42,7 +42,7 @@ def delete(
 ) -> int:
     """Delete what no artefact rests on."""
     return deletions.delete(
-        url, Console(), also=also or (), stopped=stopped, yes=yes, dry_run=dry_run
+        url, table_console(), also=also or (), stopped=stopped, yes=yes, dry_run=dry_run
     )
 
 
@@ -56,7 +56,7 @@ def verify(
     ] = False,
 ) -> int:
     """Check that what is committed is whole."""
-    return verifications.run(url, depth, Console(), trust_remote_code=trust_remote_code)
+    return verifications.run(url, depth, table_console(), trust_remote_code=trust_remote_code)
 
 
 def import_(
@@ -66,7 +66,9 @@ def import_(
 ) -> int:
     """Take over hidden states of version 1 into a new run."""
     # In a process of its own, like a stage: what it needs is slow to import.
-    with StageProcesses(config, open_store(store_url(config, store))) as processes:
+    resolved = load_config(config)
+    opened = open_store(store_url(resolved, store))
+    with config_file(resolved) as file, StageProcesses(file, opened) as processes:
         return processes.run("importing", "--source", source)
 
 
@@ -91,7 +93,7 @@ def plan(
     if as_json:
         typer.echo(plans.as_json(made))
     else:
-        plans.show(made, Console())
+        plans.show(made, table_console())
     return 0
 
 
@@ -115,7 +117,7 @@ def show(
     showing = importlib.import_module("jobs.show")
     code: int = showing.run(
         url,
-        Console(),
+        table_console(),
         rows=rows,
         rejected=rejected,
         row=row,

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from eagle3.cluster import Cluster, open_cluster
 from jobs import operate
 from jobs.cli.options import Context, Namespace, RunName, RunOption, refuse_no_stage, tell
+from jobs.cli.tables import table_console
 from jobs.installed import InstalledRun, read_cluster
 from jobs.operate.seen import RUNNER
 from jobs.process import guarded
 from jobs.runner import order
-
-# Columns where nobody says how wide a line may be: no reason is that long.
-_UNBOUNDED = 4000
 
 
 def status(run: RunName, namespace: Namespace = None, context: Context = None) -> int:
@@ -100,11 +96,3 @@ def _in_cluster(
 
 
 COMMANDS = (status, submit, logs, scale, retry, cancel)
-
-
-def table_console() -> Console:
-    """Where a table goes: a terminal has a width, and in a pipe a sentence stays on one line, so
-    that `grep` finds it."""
-    console = Console()
-    known = console.is_terminal or "COLUMNS" in os.environ
-    return console if known else Console(width=_UNBOUNDED)

@@ -41,7 +41,7 @@ def run(
         if name is not None:
             refuse_no_stage(option, name)
     resolved = overridden(load_config(config), verifier, data)
-    url = store_url(config, store)
+    url = store_url(resolved, store)
     return run_stages(resolved, url, chosen_stages(resolved, first, last), tell)
 
 
@@ -81,6 +81,6 @@ def one_stage(name: str) -> Callable[..., int]:
         config: ConfigFile, store: StoreUrl = None, verifier: Verifier = None, data: Data = None
     ) -> int:
         resolved = overridden(load_config(config), verifier, data)
-        return run_stages(resolved, store_url(config, store), [stage_named(name)], tell)
+        return run_stages(resolved, store_url(resolved, store), [stage_named(name)], tell)
 
     return command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from eagle3.config import RunConfig
 from eagle3.errors import ConfigError
 from eagle3.stages import STAGE_NAMES
-from jobs.process import load_run
+from jobs.arguments import run_store
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="the run's YAML file")]
 MaybeConfigFile = Annotated[Path | None, typer.Option("--config", help="the run's YAML file")]
@@ -59,9 +58,9 @@ def overridden(config: RunConfig, verifier: str | None, data: list[str] | None) 
     return config
 
 
-def store_url(config: Path, store: str | None) -> str:
+def store_url(config: RunConfig, store: str | None) -> str:
     """The run's prefix, from --store, the environment or the file. Raises ConfigError."""
-    return load_run(argparse.Namespace(config=config, store=store))[1].url
+    return run_store(config, store).url
 
 
 def tell(line: str) -> None:
