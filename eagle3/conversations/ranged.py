@@ -18,16 +18,9 @@ _NO = (401, 403, 404)
 
 @contextlib.contextmanager
 def answered(url: str) -> Iterator[None]:
-    """What the hub says no by, and errors of its connection, which are no OSErrors."""
+    """What the hub says no by, which is no OSError of a kind that a store tells from others."""
     try:
         yield
-    except HTTPError as error:
-        raise ServiceUnavailable(
-            f"prepare.data: {url}",
-            wanted="an answer from the hub",
-            found=f"{type(error).__name__}: {error}",
-            remedy="let this machine reach it, or name a copy of the files",
-        ) from error
     except ServiceUnavailable as error:
         status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
         if not isinstance(error.__cause__, HTTPError) or status not in _NO:

@@ -117,6 +117,13 @@ def _by_number(where: str, error: BaseException) -> Eagle3Error:
 
 
 def _no_answer(where: str, error: BaseException) -> Eagle3Error:
+    if where.startswith("hf://"):
+        return ServiceUnavailable(
+            where,
+            wanted="an answer from the hub",
+            found=first_line(error),
+            remedy="let this machine reach it, or name a copy of the files",
+        )
     named = " (AWS_ENDPOINT_URL) and the bucket" if where.startswith("s3") else ""
     return ServiceUnavailable(
         where,
