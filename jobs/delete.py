@@ -61,7 +61,8 @@ def _table(removal: Removal) -> Table:
         table.add_column(name, justify="right")
     for target in removal.targets:
         found = [info.bytes for info in removal.objects if info.path.split("/")[0] == target.kind]
-        state = "committed" if target.committed else "none"
+        # Nothing is known of a manifest that is there and cannot be read.
+        state = "committed" if target.digest else "damaged" if target.committed else "none"
         table.add_row(target.kind, state, f"{len(found):,}", f"{sum(found):,}")
     if removal.work:
         sizes = [info.bytes for info in removal.work]

@@ -123,6 +123,16 @@ def test_a_reason_stays_on_one_line_in_a_pipe_and_fits_a_terminal(monkeypatch, c
             assert max(map(len, printed.splitlines())) <= int(columns)
 
 
+def test_a_reason_keeps_its_brackets(monkeypatch, capsys):
+    why = "unmounted volumes=[weights], [/x] [type=missing]: timed out"
+    monkeypatch.setenv("COLUMNS", "")
+    run = SimpleNamespace(name="r", store=SimpleNamespace(url="s3://b/[r]"))
+    operate.show(run, [StageStatus(stage="s", state="failed", what=why)], table_console())
+    printed = capsys.readouterr().out
+    assert why in printed
+    assert "s3://b/[r]" in printed
+
+
 def test_a_table_on_the_narrowest_terminal_still_says_what_is_in_it(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     rows = [StageStatus(stage="prepare", state="failed", what="the reason")]

@@ -53,3 +53,20 @@ def test_bare_functions_are_offered_as_servers_offer_them() -> None:
         assert kept(by, {"messages": [USER, ANSWER], "tools": tools}).tools == wrapped
     for tools in ("{", 3, [3], {"name": "weather"}):
         assert reason(by, {"messages": [USER, ANSWER], "tools": tools}) == "bad_tools"
+
+
+@pytest.mark.parametrize("field", ["system", "system_prompt"])
+@pytest.mark.parametrize("empty", ["", " \n", None])
+def test_b16_an_empty_system_prompt_is_none(field: str, empty: str | None) -> None:
+    by = converter(chats.slow_tokenizer(chats.CHATML))
+    plain = {"messages": [USER, ANSWER]}
+    assert kept(by, {**plain, field: empty}).rows == kept(by, plain).rows
+    own = {"messages": [{"role": "system", "content": "Be short."}, USER, ANSWER]}
+    assert kept(by, {**own, field: empty}).rows == kept(by, own).rows
+
+
+def test_b16_of_two_system_prompts_none_is_dropped() -> None:
+    by = converter(chats.slow_tokenizer(chats.CHATML))
+    row = {"messages": [USER, ANSWER], "system": "Be short.", "system_prompt": "Be long."}
+    assert reason(by, row) == "two_system_prompts"
+    assert kept(by, {**row, "system_prompt": "Be short."})

@@ -212,6 +212,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         "rope_parameters",
     ),
     "derived-head-dim": (_config_fault(LAYER, "head_dim"), "head_dim"),
+    "a-kind-of-window": (
+        _config_fault(LAYER, "layer_types", value=["sliding_attention"]),
+        "layer_types",
+    ),
     "a-window": (_config_fault(LAYER, "sliding_window", value=2048), "sliding_window"),
     "code-to-run": (_config_fault("auto_map", value={"": "config.X"}), "auto_map"),
     "norm-flag": (_config_fault("norm_output", value=False), "norm_output"),

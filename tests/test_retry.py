@@ -40,6 +40,40 @@ class Standing:
         assert self.deleted
 
 
+class Ending(Standing):
+    """A namespace in which the runner's pod has ended, and its Job is told as failed soon."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        super().__init__()
+        self.looks, self.made = 0, 0
+        self.status = status
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        self.looks += 1
+        failed = {"conditions": [{"type": "Failed", "status": "True"}]}
+        return {
+            "metadata": {"name": name, "uid": "u"},
+            "spec": {"template": {"metadata": {}, "spec": {}}},
+            "status": self.status if self.looks < 3 else failed,
+        }
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        return [{"metadata": {"name": name}, "status": {"phase": "Failed"}}]
+
+    def create_job(self, body: dict[str, Any]) -> None:
+        self.made += 1
+
+
+TARGET = {"conditions": [{"type": "FailureTarget", "status": "True"}]}
+
+
+@pytest.mark.parametrize("status", [{}, TARGET])
+def test_a_runner_that_is_just_ending_is_not_taken_for_one_at_work(tmp_path: Path, status) -> None:
+    cluster = Ending(status)
+    said = operate.restart_runner(run_in(tmp_path), cluster)  # type: ignore[arg-type]
+    assert (said, cluster.made) == ("runner: started again", 1)
+
+
 def run_in(folder: Path) -> InstalledRun:
     return InstalledRun(
         name="e3-1",

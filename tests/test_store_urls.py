@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import fsspec
 import pytest
-from botocore.exceptions import ParamValidationError
+from botocore.exceptions import ClientError, ParamValidationError
 from fsspec.implementations.memory import MemoryFileSystem
 from httpx2 import ConnectError
 
 from eagle3.errors import (
     ConfigError,
     EnvironmentMisconfigured,
+    PermissionRefused,
     ServiceUnavailable,
 )
 from eagle3.store import faults, open_store
@@ -97,6 +101,83 @@ def test_a_name_that_the_client_refuses_is_told_with_the_reason():
 def test_an_endpoint_is_only_blamed_where_there_is_one():
     with pytest.raises(ConfigError, match="correct the URL"), faults.translated("data://x"):
         raise ValueError("not enough values to unpack")
+
+
+def conflict(code):
+    cause = ClientError({"Error": {"Code": code, "Message": "again"}}, "PutObject")
+    error = OSError(errno.EIO, code)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_two_at_once_that_s3_refuses_are_asked_again(monkeypatch, code):
+    monkeypatch.setattr(faults, "_CONFLICT_PAUSES", (0.0, 0.0))
+    answers = [conflict(code), conflict(code), None]
+
+    def create():
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    faults.create_again_on_conflict(create)
+    assert answers == []
+    answers += [conflict(code)] * 3
+    with pytest.raises(OSError, match=code):
+        faults.create_again_on_conflict(create)
+    answers[:] = [conflict("SlowDown"), None]
+    with pytest.raises(OSError, match="SlowDown"):
+        faults.create_again_on_conflict(create)
+
+
+class _Says(BaseHTTPRequestHandler):
+    """A web server that answers every request with the status that its path begins with."""
+
+    def do_GET(self):
+        self.send_response(int(self.path.split("/")[1]))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Says)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (503, ServiceUnavailable),
+        (429, ServiceUnavailable),
+        (500, ServiceUnavailable),
+        (401, PermissionRefused),
+        (403, PermissionRefused),
+        (404, FileNotFoundError),
+        (410, FileNotFoundError),
+    ],
+)
+def test_a_web_server_s_status_is_no_missing_file_unless_it_says_so(web, status, kind):
+    store = open_store(f"{web}/{status}")
+    with pytest.raises(kind):
+        store.size("chats.jsonl")
+    if status not in (404, 410):
+        with pytest.raises(kind):
+            store.read_bytes("chats.jsonl")
+
+
+def test_an_address_that_is_signed_is_told_without_its_signature():
+    told = faults.first_line(OSError("503 for url 'https://cdn/a?X-Amz-Signature=secret', again"))
+    assert told == "OSError: 503 for url 'https://cdn/a', again"
 
 
 def test_a_hub_that_does_not_answer_can_be_tried_again():

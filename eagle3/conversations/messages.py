@@ -43,7 +43,8 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
     "prompt/completion": ("prompt", "completion"),
     "instruction/output": ("instruction", "output"),
 }
-_BESIDE = ("system", "system_prompt", "tools", "input", "history")
+_SYSTEM_FIELDS = ("system", "system_prompt")
+_BESIDE = (*_SYSTEM_FIELDS, "tools", "input", "history")
 COLUMNS = frozenset({key for keys in _FORMS.values() for key in keys} | set(_BESIDE))
 """Every key of a row that can matter here."""
 
@@ -121,9 +122,8 @@ def parse(
     """
     raw = _raw_messages(record, form)
     messages = [_message(one, roles) for one in raw]
-    system = record.get("system") or record.get("system_prompt")
-    if system is not None:
-        messages = _with_system(messages, system)
+    for field in _SYSTEM_FIELDS:
+        messages = _with_system(messages, record.get(field))
     _check_order(messages, unanswered=unanswered)
     return Conversation(messages=messages, tools=_tools(record.get("tools")))
 
@@ -275,11 +275,16 @@ def _tool(raw: Any) -> dict[str, Any]:
 
 
 def _with_system(messages: list[Message], system: Any) -> list[Message]:
+    """The messages, begun by a field's system prompt; an empty one is none. Raises Rejected."""
+    if system is None:
+        return messages
     if not isinstance(system, str):
         raise Rejected("bad_content", "a system prompt that is not text")
+    if not system.strip():
+        return messages
     if messages and messages[0]["role"] == "system":
         if messages[0]["content"] != system:
-            raise Rejected("two_system_prompts", "one in the row, another in its messages")
+            raise Rejected("two_system_prompts", "another in the row than in its messages")
         return messages
     return [{"role": "system", "content": system}, *messages]
 

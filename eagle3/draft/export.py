@@ -159,8 +159,10 @@ def _check_config(config: Mapping[str, Any], wanted: Wanted, where: str) -> None
         if found != right:
             raise _differs(f"{where}/{CONFIG_NAME}: {name}", right, found)
     # A window of nought is none; any other would cut the draft's context.
-    if layer.get("sliding_window") or "sliding_attention" in (layer.get("layer_types") or ()):
-        raise _differs(f"{where}/{CONFIG_NAME}: sliding_window", None, layer["sliding_window"])
+    if window := layer.get("sliding_window"):
+        raise _differs(f"{where}/{CONFIG_NAME}: sliding_window", None, window)
+    if "sliding_attention" in (kinds := layer.get("layer_types") or ()):
+        raise _differs(f"{where}/{CONFIG_NAME}: layer_types", "full_attention", kinds)
 
 
 def _check_tensors(path: Path, wanted: Wanted, where: str) -> None:

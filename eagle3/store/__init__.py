@@ -310,7 +310,7 @@ class Store:
         """Create, or find one's own bytes; what goes away in between is told as being taken."""
         try:
             with self._translated(path, writing=True):
-                create()
+                faults.create_again_on_conflict(create)
         except FileExistsError as error:
             with contextlib.suppress(FileNotFoundError):
                 if is_ours():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from botocore.exceptions import (
@@ -34,6 +36,13 @@ _OF_A_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 _OF_AN_OLD_TOKEN = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 # What gives a role's credentials, and what it is called where it refuses one.
 _OF_A_ROLE = "AssumeRole"
+# By status, of a server that speaks HTTP and nothing else.
+_NOT_FOR_US, _GONE = (401, 403), (404, 410)
+# Of two conditional requests at once S3 may refuse both, and wants to be asked again.
+_OF_A_CONFLICT = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+_CONFLICT_PAUSES = (0.2, 1.0, 3.0)
+# A redirect's address is often signed in its query, and errors are told in logs.
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 _NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -60,9 +69,16 @@ def translated(where: str, *, writing: bool = False) -> Iterator[None]:
             found=first_line(error),
             remedy="create the bucket or folder, or correct the URL",
         ) from error
-    except (*_KNOWN, *_of_hub()) as error:
+    except (*_KNOWN, *_of_other_clients()) as error:
         found = (meaning for kinds, meaning in _MEANINGS if isinstance(error, kinds))
-        raise next(found, _no_answer)(where, error) from error
+        raise next(found, _by_status)(where, error) from error
+
+
+def _by_status(where: str, error: BaseException) -> Eagle3Error:
+    """What a server means that speaks HTTP and nothing else."""
+    if getattr(error, "status", None) in _NOT_FOR_US:
+        return _refused(where, error)
+    return _no_answer(where, error)
 
 
 def _no_path(where: str, error: BaseException) -> Eagle3Error:
@@ -133,13 +149,13 @@ def _no_answer(where: str, error: BaseException) -> Eagle3Error:
     )
 
 
-def _of_hub() -> tuple[type[Exception], ...]:
-    """The root of the hub's HTTP client's faults, none of which is an OSError.
+def _of_other_clients() -> tuple[type[Exception], ...]:
+    """The roots of the faults of the hub's client and of the one for https: many are no OSErrors.
 
-    Looked for among what is loaded: the gate's image has no such client.
+    Looked for among what is loaded: the gate's image has no client of the hub's.
     """
-    httpx2 = sys.modules.get("httpx2")
-    return (httpx2.HTTPError,) if httpx2 is not None else ()
+    roots = (("httpx2", "HTTPError"), ("aiohttp", "ClientError"))
+    return tuple(getattr(sys.modules[name], root) for name, root in roots if name in sys.modules)
 
 
 def _refused(where: str, error: BaseException) -> Eagle3Error:
@@ -199,8 +215,13 @@ def _refuse_if_away(where: str, cause: BaseException | None) -> None:
 
     And so is, of S3, a 404 that does not say what is missing: of a proxy whose store is away.
     """
+    if (status := getattr(cause, "status", None)) in _NOT_FOR_US:
+        assert cause is not None
+        raise _refused(where, cause) from cause
     if isinstance(cause, ClientError):
         away = not _code(cause).startswith("NoSuch")
+    elif isinstance(status, int):
+        away = status not in _GONE
     else:
         away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     if cause is not None and away:
@@ -225,6 +246,18 @@ def refused_precondition_is_exists(path: str) -> Iterator[None]:
         if (error.errno == errno.EINVAL and "ondition" in str(error)) or _is_upload_gone(error):
             raise FileExistsError(path) from error
         raise
+
+
+def create_again_on_conflict(create: Callable[[], None]) -> None:
+    """Create an object, asking again where S3 could not tell who of two was first."""
+    for pause in _CONFLICT_PAUSES:
+        try:
+            return create()
+        except OSError as error:
+            if _code_of(error) not in _OF_A_CONFLICT:
+                raise
+            time.sleep(pause)
+    return create()
 
 
 def _is_upload_gone(error: OSError) -> bool:
@@ -254,7 +287,8 @@ def is_range_past_end(error: OSError) -> bool:
 
 def first_line(error: BaseException) -> str:
     """An exception's kind and the first line of its text, two where the first only leads on."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = _QUERY.sub(r"\1", str(error))
+    lines = [line for line in text.splitlines() if line.strip()]
     if lines and lines[0].endswith(":"):
         lines = [" ".join(line.strip() for line in lines[:2])]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _PARTIAL = ".partial-"
+_ATTEMPTS = 20
 _COPY_CHUNK = 8 * 2**20
 # A living writer's temporary file was changed just now; it is linked seconds after its last byte.
 _ABANDONED_SECONDS = 300.0
@@ -52,20 +53,30 @@ def tidy(root: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
-        if not any(Path(folder).iterdir()):
-            Path(folder).rmdir()
+        # A writer may come between the look and the deed, or have gone with the folder.
+        with contextlib.suppress(OSError):
+            if not any(Path(folder).iterdir()):
+                Path(folder).rmdir()
 
 
 def _write_all(stream: BinaryIO, data: bytes) -> None:
     stream.write(data)
 
 
+def _new(path: Path) -> BinaryIO:
+    """A new file, its folders made again where `tidy` took the empty ones in between."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("xb")
+    return path.open("xb")
+
+
 def _publish(target: Path, fill: Callable[[BinaryIO], None], *, exclusive: bool) -> None:
     """Fill a temporary file beside the target, fsync, then link (fails if taken) or rename."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     try:
-        with partial.open("xb") as stream:
+        with _new(partial) as stream:
             fill(stream)
             stream.flush()
             os.fsync(stream.fileno())

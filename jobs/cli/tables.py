@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ _LEAST = 60
 def table_console() -> Console:
     """Where a table goes: a terminal has a width, and in a pipe a sentence stays on one line, so
     that `grep` finds it."""
-    console = Console()
-    known = console.is_terminal or "COLUMNS" in os.environ
-    return Console(width=max(console.width, _LEAST) if known else _UNBOUNDED)
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = max(Console().width, _LEAST) if known else _UNBOUNDED
+    # What Kubernetes or a template says may hold brackets, and none of them is a colour.
+    return Console(width=width, markup=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from eagle3.cluster import ANNOTATIONS, CANCELLED, Cluster, Object
 from eagle3.diagnosis import is_queued, job_state
-from eagle3.diagnosis.objects import phase_of
+from eagle3.diagnosis.objects import condition_of, phase_of
 from eagle3.errors import ConfigError, EnvironmentMisconfigured, UpstreamMissing
 from eagle3.ordering import JobRecords, JobState
 from eagle3.stages import stage_named
@@ -26,6 +26,8 @@ __all__ = ["StageStatus", "cancel", "logs", "restart_runner", "retry", "scale", 
 
 # Seconds that a pod may take beyond its grace.
 _PATIENCE = 60.0
+# Seconds in which the Job controller says what a pod's end means for its Job.
+_SETTLING = 15.0
 
 
 def scale(run: InstalledRun, cluster: Cluster, stage: str, workers: int) -> str:
@@ -84,8 +86,10 @@ def retry(run: InstalledRun, cluster: Cluster, stage: str) -> str:
                 found="none",
                 remedy="use the run's own AWS_ENDPOINT_URL and credentials; nothing was deleted",
             )
+        # An orderer that looks meanwhile must not take the Job for one that vanished.
+        records.cancel()
         cluster.delete_job(job)
-        # An orderer that looks meanwhile must not take the old Job for the new one.
+        # Nor the old Job for the new one.
         cluster.wait_until_gone(job)
     elif not records.known():
         # No Job tells whether this is the run's own store: a stage that never began, or another.
@@ -106,6 +110,7 @@ def restart_runner(run: InstalledRun, cluster: Cluster) -> str:
     job = cluster.job(name)
     if job is None:
         return "runner: none in the cluster; `eagle3 submit` orders the run from here"
+    job = _settled(cluster, job)
     suspended = job["spec"].get("suspend")
     if job_state(job) is JobState.ACTIVE:
         if is_cancelled(job) or (suspended and not is_queued(job)):
@@ -175,6 +180,23 @@ def _suspend_runner(run: InstalledRun, cluster: Cluster, tell: Callable[[str], N
             return
         time.sleep(0.5)
     tell(f"{RUNNER}: suspended")
+
+
+def _settled(cluster: Cluster, job: Object) -> Object:
+    """The Job once Kubernetes has said of its last pod's end what it means; it takes seconds.
+
+    A runner that failed just now, as its stage did, is at work no more.
+    """
+    name = job["metadata"]["name"]
+    deadline = time.monotonic() + _SETTLING
+    while job_state(job) is JobState.ACTIVE and time.monotonic() < deadline:
+        phases = [phase_of(pod) for pod in cluster.pods(name)]
+        ended = phases and not {"Pending", "Running"} & {*phases}
+        if job["spec"].get("suspend") or not (ended or condition_of(job, "FailureTarget")):
+            break
+        time.sleep(0.5)
+        job = cluster.job(name) or job
+    return job
 
 
 def _as_created(job: Object) -> Object:
