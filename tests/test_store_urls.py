@@ -87,6 +87,13 @@ def test_a_relative_path_where_there_is_no_folder_any_more_is_refused(tmp_path, 
         open_store("runs/demo")
 
 
+@pytest.mark.parametrize("url", ["https://user:secret@[x/a", "s3://key:secret@ho\u2100st/a"])
+def test_a_url_that_is_none_is_told_without_its_login(url):
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_an_access_point_is_a_bucket_by_its_arn():
     name = "arn:aws:s3:eu-west-1:123456789012:accesspoint/mine"
     assert split_url(f"s3://{name}/run") == ("s3", f"{name}/run")

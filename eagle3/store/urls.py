@@ -114,13 +114,14 @@ def _absolute(path: Path) -> Path:
 def _parts_of(url: str) -> SplitResult:
     try:
         return urlsplit(url)
-    except ValueError as error:
+    except ValueError:
+        # Neither its login nor urlsplit's own words, which may repeat one.
         raise ConfigError(
-            url,
+            url.rpartition("@")[2],
             wanted="a URL, such as s3://bucket/run",
-            found=faults.first_line(error),
+            found="one whose host is none",
             remedy="correct it",
-        ) from error
+        ) from None
 
 
 def refuse_secrets(url: str) -> None:
